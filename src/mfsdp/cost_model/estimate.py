@@ -21,9 +21,9 @@ from ..ir.program import Program
 from ..ir.roles import Lane, role
 from ..ir.verifier import check
 from ..pipeline import Stage
-from . import fusion, op_cost
+from . import fusion, op_cost, whole_matrices
 from .caching_allocator import replayed
-from .memory_model import OPTIMIZER_STATES, Entry, Ledger, ledger
+from .memory_model import OPTIMIZER_STATES, Entry, Ledger, ledger, state_bytes
 from .step_data import Line, StepData, View
 from .timeline import simulate
 
@@ -103,6 +103,8 @@ def estimate(
         error=HONESTY,
         schedule=str(schedule),
     )
+    if optimizer == "muon":
+        facts.matrices = whole_matrices.summary(buffers), whole_matrices.listing(buffers)
     facts.warnings += _warnings(facts, buffers, schedule, merged)
     return facts
 
@@ -257,6 +259,7 @@ def optimizer_seconds(
     measured: float = 0.0,
 ) -> float:
     """Returns the seconds of an optimizer step: the time to read and write weights and state and to read gradients.
+    Muon's matrices come in addition.
 
     Args:
         between: with streamed state, whose copies are added, the seconds between two optimizer steps, in which its
@@ -265,20 +268,23 @@ def optimizer_seconds(
     """
     if optimizer == "none":
         return 0.0
-    states = OPTIMIZER_STATES[optimizer]
-    trained = [b for b in buffers if b.trainable]
+    muon = optimizer == "muon"
+    owned = {b: n for b, n in zip(buffers, state_bytes(buffers, optimizer), strict=True) if b.trainable}
 
-    def alone(main: int, gradients: int) -> float:
-        return (2 * main * (1 + states) + gradients) / (machine.bandwidth * machine.reached_bandwidth)
+    def alone(main: int, state: int, gradients: int) -> float:
+        return (2 * (main + state) + gradients) / (machine.bandwidth * machine.reached_bandwidth)
 
-    steps = [alone(b.weights.main.nbytes, b.layout.shard_numel * b.precision.grad.itemsize) for b in trained]
-    rest = alone(plain, plain)
+    steps = [
+        alone(b.weights.main.nbytes, n, b.layout.shard_numel * b.precision.grad.itemsize) for b, n in owned.items()
+    ]
+    rest = alone(plain, (OPTIMIZER_STATES[optimizer] + muon) * plain, plain)
+    rest += whole_matrices.seconds(buffers, machine) if muon else 0.0
     if measured:
         slower = measured / (sum(steps) + rest)
         steps, rest = [slower * seconds for seconds in steps], slower * rest
     if between is None:
         return sum(steps) + rest
-    copies = [host_copy(states * b.weights.main.nbytes, machine) for b in trained]
+    copies = [host_copy(n, machine) for n in owned.values()]
     taken = sum(2 * copy.cpu for copy in copies)  # both copies slow down concurrent compute
     return streamed(steps, [copy.seconds for copy in copies], between) + taken + rest
 

@@ -16,10 +16,13 @@ from ..ir.byte_costs import Line, accumulator, lines, nbytes, saved, size
 from ..ir.program import Program, first_launches, slot_of
 from ..ir.roles import Kind, unit_of
 from ..optim.parameter_ranges import TOGETHER
-from . import fusion
+from . import fusion, whole_matrices
 
-OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
-"""State tensors per parameter, in the dtype of the main weights."""
+OPTIMIZER_STATES = {
+    "adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "muon": 1, "none": 0,
+}  # fmt: skip
+"""State tensors per parameter, in the dtype of the main weights. ``muon``: `torch.optim.Muon` of the layers' matrices
+beside AdamW of the rest, which has another one (`whole_matrices.stepped`); both by `fully_shard_optimizer`."""
 
 TEMPORARIES = {"adamw": (1, 2), "adam": (1, 2), "adagrad": (2, 1), "rmsprop": (1, 1)}
 """Temporary tensors per parameter in an optimizer step: with ``foreach``, for all parameters at once; without, for one
@@ -180,6 +183,7 @@ def ledger(
     if top is None or top.nbytes <= at_step:
         peak, phase, line = at_step, "optimizer", ""
         how = "of a foreach optimizer" if foreach else "of an optimizer that takes one tensor after another"
+        how = "staging of whole matrices, a batch of them, momentum of a unit" if optimizer == "muon" else how
         changing = [
             Entry("gradients", stepped, "accumulators, until zero_grad"),
             Entry("temporaries", sum(temporaries), how),
@@ -324,6 +328,8 @@ def _optimizer_memory(
     """Returns bytes by tensor of state on the device, bytes of state on the host, and bytes by tensor of temporaries.
     Assumes one parameter group, so that each buffer is one range.
     """
+    if optimizer == "muon":
+        return _muon_memory(buffers, plain, stepping)
     count = OPTIMIZER_STATES[optimizer]
     runs = [b.weights.main.nbytes for b in buffers if b.trainable]
     largest = max(runs, default=0)
@@ -336,6 +342,22 @@ def _optimizer_memory(
     foreach_holds, one_holds = TEMPORARIES.get(optimizer, (0, 0))
     one = max([plain, *map(_largest, buffers)])
     return states, on_host, at_once * foreach_holds if foreach else [one] * one_holds
+
+
+def state_bytes(buffers: Sequence[FlatBuffer], optimizer: str) -> list[int]:
+    """Returns the bytes of optimizer state of every buffer."""
+    more = whole_matrices.rest(buffers) if optimizer == "muon" else [0] * len(buffers)
+    mains = [b.weights.main.nbytes if b.trainable else 0 for b in buffers]
+    return [OPTIMIZER_STATES[optimizer] * main + n for main, n in zip(mains, more, strict=True)]
+
+
+def _muon_memory(buffers: Sequence[FlatBuffer], plain: int, stepping: str) -> tuple[list[int], int, list[int]]:
+    """Returns the same as `_optimizer_memory`, of Muon and AdamW. They step one after the other."""
+    states, more = state_bytes(buffers, "muon"), whole_matrices.temporaries(buffers)
+    if stepping == "offloaded":
+        rooms = sorted(states)[-2:]
+        return [*rooms, 2 * plain], sum(states), more
+    return [*states, 2 * plain], 0, more
 
 
 def _prefetched_gathers(programs: Sequence[Program]) -> list[Node]:

@@ -133,6 +133,8 @@ class StepData:
     """Peak bytes of each pipeline stage; the first stage holds activations of the most microbatches."""
     price: float = 0.0
     """Price of a rank per hour; 0: not known."""
+    matrices: tuple[str, str] = ("", "")
+    """A line on a step of whole matrices, and its listing."""
 
     @property
     def peak(self) -> int:

@@ -26,6 +26,10 @@ AS_IT_IS = frozenset(["view_as", "expand_as"])
 """Functions that expose a tensor's accumulation node if given the tensor twice."""
 
 
+_INSTEAD = {"Muon": "mfsdp.fully_shard_optimizer(torch.optim.Muon(...)) steps whole matrices. "}
+"""What to do with an optimizer by its name."""
+
+
 def explained(error: NotImplementedError) -> NotImplementedError:
     """Returns an operator's error in terms of its caller, an optimizer or DistributedDataParallel; unchanged for other
     code that an optimizer's step calls (a closure).
@@ -42,8 +46,9 @@ def explained(error: NotImplementedError) -> NotImplementedError:
             name = type(asks).__name__
             return NotImplementedError(
                 f"mfsdp: {name} cannot step sharded parameters: its update of one element depends on others "
-                f"({error}). Choose an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...), or give {name} "
-                "parameters of its own that are not sharded (fully_shard(ignored_params=...))"
+                f"({error}). {_INSTEAD.get(name, '')}Choose an elementwise optimizer (SGD, Adam, AdamW, Adagrad, "
+                f"RMSprop, ...), or give {name} parameters of its own that are not sharded "
+                "(fully_shard(ignored_params=...))"
             )
         if isinstance(asks, torch.nn.parallel.DistributedDataParallel):
             return NotImplementedError(

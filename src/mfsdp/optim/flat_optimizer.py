@@ -1,4 +1,4 @@
-"""`fully_shard_optimizer`: makes any elementwise optimizer step on flat tensors (`parameter_ranges`)."""
+"""`fully_shard_optimizer`: makes any elementwise optimizer, and Muon, step on flat tensors (`parameter_ranges`)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from ..dtensor import transformer_engine as te
 from ..dtensor.optimizer_hooks import count, left_alone
 from .compiled_step import KNOWN, CompiledSteps
 from .host_state import load
+from .matrix_step import MAX_STAGING, MatrixStep
+from .muon import GROUP_KEYS, RECIPES, REFUSED
 from .parameter_ranges import ParameterRanges, is_sharded
 
-NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
-"""torch optimizers whose update of one element depends on others."""
-
-_SETTINGS = ("_mfsdp_decoupled", "_mfsdp_compile", "_mfsdp_ahead", "_mfsdp_offload")
+_SETTINGS = ("_mfsdp_decoupled", "_mfsdp_compile", "_mfsdp_ahead", "_mfsdp_offload", "_mfsdp_max_staging")
 """Attributes of a flat optimizer: the arguments of `_ranges`. Copies keep them, and make ranges of their own."""
 
 
@@ -29,14 +28,23 @@ def fully_shard_optimizer(
     use_decoupled_grad: bool = False,
     ahead: bool = True,
     offload: bool | str | None = None,
+    max_staging: int | None = None,
 ) -> Optimizer:
     """Makes an optimizer step on few flat tensors; returns the same optimizer, with the same state dict.
 
     Results equal those of the original optimizer. Parameter groups keep their settings; parameters without a gradient
     are skipped; unsharded parameters step as before. Call it before building schedulers.
 
+    ``torch.optim.Muon`` steps whole matrices, each on one rank (Note [Owners] in ``optim/owners.py``): one all-to-all
+    there and one back, in bfloat16, per wave of units. Its constructor takes matrices only; give stacked experts
+    [e, m, n] to ``add_param_group``. A parameter group's ``split_sizes`` are the rows of the matrices that a fused
+    projection consists of, [q, k, v] say. A matrix that tensor parallelism has cut is stepped whole; with the group key
+    ``"blockwise": True``, each rank's piece is a matrix. All ranks of the job call this together, and every step. Its
+    method ``describe()`` returns the last step's waves, owners and bytes as text.
+
     Args:
-        optimizer: an elementwise optimizer over parameters of a model sharded by `mfsdp.fully_shard`.
+        optimizer: an elementwise optimizer, or ``torch.optim.Muon``, over parameters of a model sharded by
+            `mfsdp.fully_shard`.
         use_decoupled_grad: pass gradients as ``.decoupled_grad`` in ``main_grads_dtype`` (as TransformerEngine's and
             Apex's fused optimizers read them) instead of as ``.grad`` in the dtype of the weights.
         compile: compile the step with Inductor, one graph call per range. Results equal the original step up to
@@ -50,21 +58,24 @@ def fully_shard_optimizer(
             by unit during the step (Note [Streamed state] in ``optim/host_state.py``). Results are bitwise the same.
             For torch's own optimizers; state of unsharded parameters and main weights stay on the device. ``None``: as
             the model's plan says (`mfsdp.plan`), else off.
+        max_staging: Muon: bytes of rows and matrices that a rank may hold at once during the step (default 1 GiB;
+            one unit at least). Less memory makes more waves, which wait for each other. The same on all ranks.
 
     Raises:
         TypeError: not a `torch.optim.Optimizer`.
         ValueError: the optimizer is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``; it
             is torch's or TransformerEngine's and reads gradients elsewhere; it keeps main weights itself; ``offload``
-            is another value.
-        NotImplementedError: its update is not elementwise; with ``compile``, it is not torch's own, or cannot be
-            compiled (the message gives the reason); with ``offload``, it is not torch's own, ``compile`` is set too, or
-            ``offload`` would move main weights.
+            or ``max_staging`` is another value; Muon has a parameter that is no matrix, or ``split_sizes`` that do not
+            fit.
+        NotImplementedError: its update is neither elementwise nor that of ``torch.optim.Muon``; with ``compile``, it is
+            Muon or not torch's own, or cannot be compiled (the message gives the reason); with ``offload``, it is not
+            torch's own, ``compile`` is set too, or ``offload`` would move main weights.
     """
     steps_flat(optimizer, compile, use_decoupled_grad)
     _has_sharded(optimizer)
     base = type(optimizer)
     streamed = _streamed(_planned(optimizer) if offload is None else offload, base, compile)
-    settings = use_decoupled_grad, compile, ahead, streamed
+    settings = use_decoupled_grad, compile, ahead, streamed, _staging(max_staging, base)
     ranges = _ranges(optimizer, base, *settings)
     vars(optimizer).update(zip(_SETTINGS, settings, strict=True), _mfsdp_runs=ranges)
     optimizer.__class__ = _subclass(base)  # type: ignore[arg-type]
@@ -83,10 +94,10 @@ def steps_flat(optimizer: Optimizer, compile: bool = False, use_decoupled_grad: 
     name = base.__name__
     if isinstance(optimizer, _FlatOptimizer):
         raise ValueError(f"fully_shard_optimizer: this {name} steps on flat tensors already")
-    if any(parent.__name__ in NOT_ELEMENTWISE for parent in base.__mro__):
-        raise NotImplementedError(
-            f"fully_shard_optimizer does not support {name}: what it does to one element depends on others"
-        )
+    if base in RECIPES:
+        RECIPES[base].check(optimizer)
+    elif refused := [REFUSED[parent.__name__] for parent in base.__mro__ if parent.__name__ in REFUSED]:
+        raise NotImplementedError(f"fully_shard_optimizer does not support {name}: {refused[0]}")
     if "step" in vars(optimizer):
         raise ValueError(f"fully_shard_optimizer: something has wrapped the {name}'s step; build schedulers afterwards")
     if use_decoupled_grad and base.__module__.startswith("torch.optim."):
@@ -130,7 +141,7 @@ def _streamed(offload: bool | str, base: type[Optimizer], compile: bool) -> bool
         )
     if offload not in (True, "state"):
         raise ValueError(f'fully_shard_optimizer: offload={offload!r}: choose False, True or "state"')
-    if base not in KNOWN:
+    if base not in KNOWN and base not in RECIPES:
         raise NotImplementedError(
             f"fully_shard_optimizer: the state of {base.__name__} cannot be streamed: units would be stepped one by "
             "one, which is known to be the same step of torch's own "
@@ -144,11 +155,26 @@ def _streamed(offload: bool | str, base: type[Optimizer], compile: bool) -> bool
     return True
 
 
+def _staging(given: int | None, base: type[Optimizer]) -> int:
+    """Returns the bound of staging memory."""
+    if given is None:
+        return MAX_STAGING
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"fully_shard_optimizer: max_staging={given!r}: give a positive number of bytes")
+    if base not in RECIPES:
+        raise ValueError(
+            f"fully_shard_optimizer: max_staging={given!r} is of torch.optim.Muon, which steps whole matrices; "
+            f"{base.__name__} steps rows where they are. Leave it out"
+        )
+    return given
+
+
 def _ranges(
-    optimizer: Optimizer, base: type[Optimizer], decoupled: bool, compile: bool, ahead: bool, streamed: bool
+    optimizer: Optimizer, base: type[Optimizer], decoupled: bool, compile: bool, ahead: bool, streamed: bool, room: int
 ) -> ParameterRanges:
     steps = CompiledSteps(optimizer, base) if compile else None
-    return ParameterRanges(base, decoupled, steps, ahead, streamed)
+    matrices = MatrixStep(optimizer, RECIPES[base], room) if base in RECIPES else None
+    return ParameterRanges(base, decoupled, steps, ahead, streamed, matrices)
 
 
 class _FlatOptimizer:
@@ -181,15 +207,27 @@ def _subclass(base: type[Optimizer]) -> type[Optimizer]:
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """As the base's; does not move streamed state to the device."""
+        kept = [{key: group[key] for key in keys if key in group} for group in self.param_groups]
         if self._mfsdp_offload:
             load(base.load_state_dict, self, state_dict)
         else:
             base.load_state_dict(self, state_dict)
+        for group, mine in zip(self.param_groups, kept, strict=True):
+            group.update({key: value for key, value in mine.items() if key not in group})
 
+    def describe(self: Any) -> str:
+        """Returns the last step as text: its lanes, then what every wave holds, sends and costs."""
+        runs = vars(self).get("_mfsdp_runs")
+        if runs is None:  # this optimizer is a copy
+            runs = self._mfsdp_runs = _ranges(self, base, *(getattr(self, name) for name in _SETTINGS))
+        return str(runs.matrices.describe(base.__name__))
+
+    keys = GROUP_KEYS if base in RECIPES else ()  # torch forgets keys that a state dict lacks
     step = left_alone(step)
     step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
     space: dict[str, Any] = {"__module__": base.__module__, "__getstate__": __getstate__}
     space |= {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict} | te.loads(base)
+    space |= {"describe": describe} if base in RECIPES else {}
     return type(base.__name__, (_FlatOptimizer, base), space)
 
 

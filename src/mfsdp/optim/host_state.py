@@ -20,7 +20,8 @@ address. If rows are out as plain tensors, the state is loaded again.
 
 An interrupted step leaves each range entirely old or entirely new, weights and state. If a range's own step raises, the
 version of its weights tells whether they were written. If they were, or the version cannot tell (fused kernels), an
-error reports it: weights may be partly new, and state is as before the step.
+error reports it: weights may be partly new, and state is as before the step. Whole-matrix optimizers (Note [Owners])
+write weights later than state: ranges of waves that were under way have new state and old weights.
 """
 
 from __future__ import annotations

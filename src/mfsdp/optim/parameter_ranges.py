@@ -25,9 +25,11 @@ from ..buffers.flat_buffer import FlatBuffer
 from ..dtensor.optimizer_hooks import hooked
 from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..dtensor.sharded_parameter import ShardedParameter
+from ..runtime.execution import Execution
 from ..runtime.step_prefetch import GatherLauncher
 from .compiled_step import KNOWN, CompiledSteps, RangePlan, unhooked
 from .host_state import HostedState, StateStreams
+from .matrix_step import MatrixStep
 
 ParamLists = list[list[nn.Parameter]]
 """Parameters by parameter group."""
@@ -139,9 +141,9 @@ class _StepPrefetch:
             if not launcher.complete:
                 return
 
-    def abandon(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException, run: Execution | None = None) -> None:
         for launcher in self.launchers:
-            launcher.abandon(error)
+            launcher.abandon(error, run)
 
 
 class ParameterRanges:
@@ -151,12 +153,14 @@ class ParameterRanges:
         base: its class.
         decoupled, steps, ahead: see `fully_shard_optimizer`.
         streamed: whether state is on the host.
+        matrices: the step of a whole-matrix optimizer.
     """
 
     def __init__(
-        self, base: type[Optimizer], decoupled: bool, steps: CompiledSteps | None, ahead: bool, streamed: bool
-    ):
-        self.base, self.decoupled, self.steps, self.ahead = base, decoupled, steps, ahead
+        self, base: type[Optimizer], decoupled: bool, steps: CompiledSteps | None, ahead: bool, streamed: bool,
+        matrices: MatrixStep | None = None,
+    ):  # fmt: skip
+        self.base, self.decoupled, self.steps, self.ahead, self.matrices = base, decoupled, steps, ahead, matrices
         self.streams = StateStreams() if streamed else None
         self.members: Members = {}
         self.runs: list[ParameterRange] = []
@@ -212,7 +216,7 @@ class ParameterRanges:
             for group, flats in zip(groups, lists, strict=True):
                 group["params"] = flats
             optimizer.state = cast(Any, self.state)
-            if self.steps is not None or self.base in KNOWN:
+            if self.steps is not None or self.matrices is not None or self.base in KNOWN:
                 in_parts = partial(self._in_parts, plain=plain, runs=runs, prefetch=at_once, along=along)
                 Optimizer.profile_hook_step(in_parts)(optimizer)
             else:
@@ -254,13 +258,16 @@ class ParameterRanges:
         the last part. Steps compiled what can be.
         """
         every = [group["params"] for group in optimizer.param_groups]
-        if self.steps is None:
+        if self.streams is not None:
+            self.streams.begin(runs)
+        if self.matrices is not None:
+            self.matrices.step(optimizer, runs, self.state, prefetch, self._on_device)
+            parts, prefetch = [list[ParameterRange]()] if any(plain) else [], None
+        elif self.steps is None:
             parts = self._parts(runs, [] if prefetch is None else list(prefetch.left)[:ALONE])
         else:
             left = self._step_compiled(self.steps, optimizer, runs, prefetch, along)
             parts, prefetch = [left] if left or any(plain) else [], None
-        if self.streams is not None:
-            self.streams.begin(runs)
         for i, some in enumerate(parts):
             for number, group in enumerate(optimizer.param_groups):
                 flats = [run.flat for run in some if run.group == number]

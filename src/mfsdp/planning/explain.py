@@ -16,6 +16,7 @@ from ..checkpoints.saving import copied
 from ..compiler.tracing import Programs, trace
 from ..config.best_effort import doing
 from ..config.hardware import undisturbed
+from ..cost_model import whole_matrices
 from ..cost_model.auto_prefetch import AutoPrefetch, always
 from ..cost_model.estimate import estimate
 from ..cost_model.kernel_timings import Kernels
@@ -276,6 +277,7 @@ def _occasions(model: nn.Module, buffers: Sequence[FlatBuffer], optimizer: str, 
     made = Entry(
         "initialising from meta", main + given, "main weights, and what one module's own parameters take whole"
     )
-    states = OPTIMIZER_STATES[optimizer]
-    saved = Entry("saving, blocking=False", copied(model, states), "of the host: copies of weights and optimizer state")
+    copies = copied(model, OPTIMIZER_STATES[optimizer])
+    copies += sum(whole_matrices.rest(buffers)) if optimizer == "muon" else 0
+    saved = Entry("saving, blocking=False", copies, "of the host: copies of weights and optimizer state")
     return tuple(e for e in (made, saved) if e.nbytes and (e is saved or given))

@@ -16,7 +16,8 @@ class Report(StepData):
     """The predicted step. ``print(report)`` shows it; `html` and `trace` write files."""
 
     def __str__(self) -> str:
-        return "\n".join([self.summary(), "", *(self.listing(view.phase) for view in self.views)])
+        steps = [self.matrices[1]] if self.matrices[1] else []
+        return "\n".join([self.summary(), "", *(self.listing(view.phase) for view in self.views), *steps])
 
     def summary(self, waits: int = 8) -> str:
         """Returns the report without listings.
@@ -37,7 +38,7 @@ class Report(StepData):
                 for v in self.views
                 if v.lines
             ),
-            f"optimizer {seconds(self.optimizer)}",
+            f"optimizer {seconds(self.optimizer)}" + (f"   {self.matrices[0]}" if self.matrices[0] else ""),
         ]
         if len(self.stages) > 1:
             peaks = ", ".join(map(size, self.stages))

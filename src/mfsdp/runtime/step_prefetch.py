@@ -280,16 +280,28 @@ class GatherLauncher:
             self.run.at += 1
             self.launched[self.at] = _launched(want, self.run)
 
-    def abandon(self, error: BaseException) -> None:
-        """Cleans up after a step that raised: the ends of its launches are called when all ranks begin anew."""
-        if self.run is None:
+    def abandon(self, error: BaseException, run: execution.Execution | None = None) -> None:
+        """Cleans up after a step that raised: the ends of its launches are called when all ranks begin anew.
+
+        Args:
+            error: what it raised.
+            run: an execution that the exception is about to end too; the launches become its own.
+        """
+        mine, self.run = self.run, None
+        if mine is None:
             return
         for early in self.launched:
             if early is not None and early in _under_way:
                 _under_way.remove(early)
-                self.run.pending.setdefault(early.out.untyped_storage().data_ptr(), []).extend(early.ends)
+                mine.pending.setdefault(early.out.untyped_storage().data_ptr(), []).extend(early.ends)
         self.ahead.in_flight = None
-        self.run.leave(error)
+        if run is None:
+            mine.leave(error)
+            return
+        run.announced += mine.announced
+        run.launched += mine.launched
+        for out, ends in mine.pending.items():
+            run.pending.setdefault(out, []).extend(ends)
 
     # at the beginning of a program
 
