@@ -84,7 +84,8 @@ def _take_over(planned: PlannedUnit, param: nn.Parameter, ref: Ref, synced: Sequ
     with torch.no_grad():
         if param.is_meta:
             weights.born_on_meta[slot] = param.dtype
-            weights.view(weights.main, slot).fill_(torch.nan)
+            if param.is_floating_point():
+                weights.view(weights.main, slot).fill_(torch.nan)
         else:
             mine = te.precise(torchao.bare(here(param)))
             over = [*synced, *(ref.piece.copied_by if ref.piece else buffer.placement.beside)] if synced else ()
