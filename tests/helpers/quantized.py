@@ -24,7 +24,7 @@ def linear(kind: str, inputs: int, outputs: int, dtype: torch.dtype) -> nn.Modul
         layer = bnb.Linear8bitLt(inputs, outputs, has_fp16_weights=False, **given)
     else:
         layer = bnb.Linear4bit(inputs, outputs, compute_dtype=dtype, **given)
-    return layer.to(dtype).to("cpu")
+    return layer.to(dtype).to(layer.weight.device)
 
 
 class Block(nn.Module):
@@ -38,8 +38,11 @@ class Block(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
-def blocks(kind: str, dtype: torch.dtype = torch.float32, widths: tuple[int, ...] = (128, 192, 100, 72)) -> nn.Sequential:
+def blocks(
+    kind: str, dtype: torch.dtype = torch.float32, widths: tuple[int, ...] = (128, 192, 100, 72), device: str = "cpu"
+) -> nn.Sequential:
     """The last block of the last weight is shorter than 64 elements. Where rows are not a multiple of a block and longer
     than one, bitsandbytes' kernel for CPUs gives other values than its other kernels (0.50.2)."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(kind, i, o, dtype) for i, o in zip(widths, widths[1:]))).train()
+    with torch.device(device):
+        return nn.Sequential(*(Block(kind, i, o, dtype) for i, o in zip(widths, widths[1:]))).train()

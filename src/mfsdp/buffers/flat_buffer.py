@@ -291,6 +291,8 @@ def half_loaded(model: nn.Module, what: str) -> Iterator[None]:
     for outermost in sharded:
         outermost.half[:] = [what]
     yield
+    for module in model.modules():
+        getattr(module, "_mfsdp_loaded", lambda: None)()
     for outermost in sharded:
         outermost.half.clear()
 

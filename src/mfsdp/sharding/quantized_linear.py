@@ -74,38 +74,49 @@ class QuantizedLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], unexpected: Any, errors: Any
     ) -> None:
-        form, own = self._mfsdp_form, {name: prefix + stored.key for name, stored in self._mfsdp_form.tensors}
-        ours = {*own.values(), *(prefix + key for key in self._mfsdp_packed)}
+        keys = {name: prefix + stored.key for name, stored in self._mfsdp_form.tensors if stored.key}
+        ours = {*keys.values(), *(prefix + key for key in self._mfsdp_packed)}
         others = {key: value for key, value in state_dict.items() if key not in ours}
         before = len(missing)
         nn.Module._load_from_state_dict(self, others, prefix, metadata, strict, missing, unexpected, errors)
-        missing[before:] = [key for key in missing[before:] if key.removeprefix(prefix) not in own]
-        for name, stored in form.tensors:
-            value, mine = state_dict.get(own[name]), self._mfsdp_seen(name, stored)
-            if not stored.key:
-                continue
-            if value is None:
-                missing += [own[name]] if strict else []
-            elif value.shape != mine.shape or value.dtype != mine.dtype:
-                errors.append(
-                    f"{own[name]} is {value.dtype}{list(value.shape)} in the state dict and {mine.dtype}"
-                    f"{list(mine.shape)} here: it is of a weight that is not quantized, or otherwise"
-                )
-            else:
+        missing[before:] = [key for key in missing[before:] if key.removeprefix(prefix) not in self._mfsdp_names]
+        missing += [key for key in ours if strict and key not in state_dict]
+        if wrong := self._mfsdp_wrong(state_dict, prefix):
+            errors += wrong
+            return
+        with torch.no_grad():
+            for name, stored in self._mfsdp_form.tensors:
+                if (value := state_dict.get(keys.get(name, ""))) is None:
+                    continue
                 if name != "weight" and name in refs(self):
                     groups = refs(self)[name].buffer.spec.peer_groups
-                    load_count.record_load(groups, own[name], value, value.dtype)
-                with torch.no_grad():
-                    mine.copy_(value)
+                    load_count.record_load(groups, keys[name], value, value.dtype)
+                self._mfsdp_seen(name, stored).copy_(value)
         for key, packed in self._mfsdp_packed.items():
-            if (value := state_dict.get(prefix + key)) is not None:
-                self._mfsdp_packed[key] = value.detach().to(packed.device, copy=True)
-            else:
-                missing += [prefix + key] if strict else []
-        try:
-            self._mfsdp_loaded()
-        except ValueError as error:
-            errors.append(f"{prefix}weight: {error}")
+            if (value := state_dict.get(prefix + key)) is not None and value is not packed:
+                packed.resize_(value.shape).copy_(value)
+        self._mfsdp_loaded()
+
+    @property
+    def _mfsdp_names(self) -> set[str]:
+        return {name for name, _ in self._mfsdp_form.tensors}
+
+    def _mfsdp_wrong(self, state_dict: Any, prefix: str) -> list[str]:
+        """Why values of a state dict cannot be loaded."""
+        wrong = []
+        for name, stored in self._mfsdp_form.tensors:
+            value, mine = state_dict.get(prefix + stored.key), self._mfsdp_seen(name, stored)
+            if stored.key and value is not None and (value.shape, value.dtype) != (mine.shape, mine.dtype):
+                wrong.append(
+                    f"{prefix}{stored.key} is {value.dtype}{list(value.shape)} in the state dict and {mine.dtype}"
+                    f"{list(mine.shape)} here: its weight is not quantized, or otherwise"
+                )
+        for key in (key for key in state_dict if key.startswith(f"{prefix}weight.quant_state.")):
+            try:
+                bnb.read_packed(self._mfsdp_form, state_dict[key])
+            except ValueError as error:
+                wrong.append(f"{prefix}weight: {error}")
+        return wrong
 
     def _mfsdp_loaded(self) -> None:
         """Takes over what was loaded into the packed entries of the state dict: the offset of nested scales.
@@ -148,7 +159,7 @@ class _NoState:
     def __getattr__(self, name: str) -> None:
         if name.startswith("bitsandbytes__"):
             return  # a key of the state dict, which torch.distributed.checkpoint looks for
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(name)
         raise NotImplementedError(
             "mfsdp: this quantized weight is sharded, and cannot be dequantized, or merged with adapters, by one rank. "
@@ -204,7 +215,10 @@ def _change(module: nn.Module, apart: bnb.Apart, params: dict[str, nn.Parameter]
     module._parameters.update({**params, **bias})
     module.__class__ = _subclass(type(module))
     own: Any = module
-    own._mfsdp_form, own._mfsdp_packed = apart.form, dict(apart.packed)
+    own._mfsdp_form = apart.form
+    own._mfsdp_packed = {key: value.clone() for key, value in apart.packed.items()}
+    for value in own._mfsdp_packed.values():
+        value._mfsdp_resizes = True  # the text of a number is as long as its digits (`load_safetensors`)
     if apart.form.kind == "int8":
         own.state = _NoState()
     else:
