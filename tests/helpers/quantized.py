@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ class Block(nn.Module):
 def blocks(
     kind: str, dtype: torch.dtype = torch.float32, widths: tuple[int, ...] = (128, 192, 100, 72), device: str = "cpu"
 ) -> nn.Sequential:
-    """The last block of the last weight is shorter than 64 elements. Where rows are not a multiple of a block and longer
-    than one, bitsandbytes' kernel for CPUs gives other values than its other kernels (0.50.2)."""
+    """The last block of the last weight is shorter than 64 elements. Of rows of 96 or 160 elements, for example,
+    bitsandbytes 0.50.2 on a CPU makes other values than its own reference.
+    """
     torch.manual_seed(0)
     with torch.device(device):
-        return nn.Sequential(*(Block(kind, i, o, dtype) for i, o in zip(widths, widths[1:]))).train()
+        return nn.Sequential(*(Block(kind, i, o, dtype) for i, o in pairwise(widths))).train()

@@ -122,8 +122,8 @@ class Layout:
         return tuple(_boxes(self.slots[slot].shape, at.param_offset, at.numel))
 
     def as_elements(self, slot: int, name: str, shape: tuple[int, ...], itemsize: int) -> Layout:
-        """Returns the layout of a parameter of bytes as the elements that they are: of ``itemsize`` bytes, which divides
-        its row. It has this one slot.
+        """Returns the layout, of this one slot, of a parameter of bytes as the elements that they are, of ``itemsize``
+        bytes, which divides its row.
         """
         s, at = self.slots[slot], self.segment(slot)
         one = Slot(name, shape, s.offset // itemsize, s.row // itemsize)

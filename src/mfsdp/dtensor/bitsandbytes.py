@@ -133,7 +133,7 @@ def take_apart(fqn: str, module: Any) -> Apart:
         ValueError: the weight has values and is not quantized yet, trains, or is transposed.
         NotImplementedError: the module's class replaces the layer's forward; nested blocks of an unknown size.
     """
-    kind = next(b for b in type(module).__mro__ if b.__module__.startswith(_PACKAGE))
+    kind: Any = next(b for b in type(module).__mro__ if b.__module__.startswith(_PACKAGE))
     if type(module).forward is not kind.forward:
         raise NotImplementedError(
             f"fully_shard: {fqn} is a {type(module).__name__}, whose forward is not bitsandbytes' own and would read a "

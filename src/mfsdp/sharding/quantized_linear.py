@@ -72,14 +72,14 @@ class QuantizedLinear(nn.Module):
             destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], unexpected: Any, errors: Any
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
         keys = {name: prefix + stored.key for name, stored in self._mfsdp_form.tensors if stored.key}
         ours = {*keys.values(), *(prefix + key for key in self._mfsdp_packed)}
         others = {key: value for key, value in state_dict.items() if key not in ours}
         before = len(missing)
         nn.Module._load_from_state_dict(self, others, prefix, metadata, strict, missing, unexpected, errors)
-        missing[before:] = [key for key in missing[before:] if key.removeprefix(prefix) not in self._mfsdp_names]
+        missing[before:] = [key for key in missing[before:] if key.removeprefix(prefix) not in self._mfsdp_keys]
         missing += [key for key in ours if strict and key not in state_dict]
         if wrong := self._mfsdp_wrong(state_dict, prefix):
             errors += wrong
@@ -98,8 +98,10 @@ class QuantizedLinear(nn.Module):
         self._mfsdp_loaded()
 
     @property
-    def _mfsdp_names(self) -> set[str]:
-        return {name for name, _ in self._mfsdp_form.tensors}
+    def _mfsdp_keys(self) -> dict[str, str]:
+        """Keys in the state dict of parameters of bytes, by name; that of nested scales' offset is packed."""
+        packed = next(iter(self._mfsdp_packed), "weight")
+        return {name: stored.key or packed for name, stored in self._mfsdp_form.tensors}
 
     def _mfsdp_wrong(self, state_dict: Any, prefix: str) -> list[str]:
         """Why values of a state dict cannot be loaded."""
@@ -168,7 +170,7 @@ class _NoState:
 
 
 @functools.cache
-def _subclass(base: type[nn.Module]) -> type[nn.Module]:
+def _subclass(base: Any) -> type[nn.Module]:
     space = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return cast(type[nn.Module], type(base.__name__, (QuantizedLinear, base), space))
 
@@ -213,7 +215,8 @@ def _change(module: nn.Module, apart: bnb.Apart, params: dict[str, nn.Parameter]
     bias = {"bias": module._parameters.pop("bias")} if "bias" in module._parameters else {}
     module._parameters.clear()
     module._parameters.update({**params, **bias})
-    module.__class__ = _subclass(type(module))
+    kind: Any = type(module)
+    module.__class__ = _subclass(kind)
     own: Any = module
     own._mfsdp_form = apart.form
     own._mfsdp_packed = {key: value.clone() for key, value in apart.packed.items()}
@@ -237,8 +240,8 @@ def _read_by_adapters(root: nn.Module, layers: set[nn.Module]) -> None:
     """Refuses adapters that read the matrix of a quantized layer in forward."""
     for fqn, m in root.named_modules():
         if getattr(m, "lora_variant", None) and getattr(m, "base_layer", None) in layers:
+            kinds = sorted({type(v).__name__ for v in m.lora_variant.values()})  # type: ignore[operator, union-attr]
             raise NotImplementedError(
-                f"fully_shard: {fqn} is an adapter ({', '.join(sorted({type(v).__name__ for v in m.lora_variant.values()}))}) "
-                "that reads the quantized weight as a matrix, which exists only inside the layer. Use plain LoRA, or "
-                "pass the weight in ignored_params"
+                f"fully_shard: {fqn} is an adapter ({', '.join(kinds)}) that reads the quantized weight as a matrix, "
+                "which exists only inside the layer. Use plain LoRA, or pass the weight in ignored_params"
             )
