@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -91,9 +92,19 @@ def test_compiled_by_inductor(two_ranks):
         assert seen["forward"] < 1e-6 and seen["weights"] < 1e-5, seen
 
 
+def on_a_mesh(outer_strategy: str, lowering: str) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    return trained("nested", lowering, F32, mesh=mesh, outer_strategy=outer_strategy)
+
+
 @pytest.mark.dist
 def test_on_four_ranks(four_ranks):
-    for seen in four_ranks.run(trained, "nested", "eager", F32):
+    found = [
+        *four_ranks.run(trained, "nested", "eager", F32),
+        *four_ranks.run(on_a_mesh, "no_shard", "none"),
+        *four_ranks.run(on_a_mesh, "optim", "eager"),
+    ]
+    for seen in found:
         assert seen["forward"] == 0.0 and seen["weights"] < 1e-5, seen
 
 
@@ -268,6 +279,11 @@ class Recomputed(nn.Module):
         return x
 
 
+def linear_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return linear("nested", 64, 64, F32)
+
+
 def refusals() -> dict[str, tuple[str, Any]]:
     from bitsandbytes import nn as bnb
 
@@ -286,11 +302,14 @@ def refusals() -> dict[str, tuple[str, Any]]:
         "trains": ("cannot train", trains),
         "turned": (r"quantized as a matrix \[64, 128\]", turned),
         "own forward": ("whose forward is not bitsandbytes' own", Own(64, 64).to("cpu")),
+        "on meta": ("build the model where it will run", linear_on_meta()),
         "an embedding": ("is a Params4bit, a tensor subclass", embedding),
     }
 
 
-@pytest.mark.parametrize("name", ["not yet", "not yet in 8 bits", "trains", "turned", "own forward", "an embedding"])
+@pytest.mark.parametrize(
+    "name", ["not yet", "not yet in 8 bits", "trains", "turned", "own forward", "on meta", "an embedding"]
+)
 def test_refused(name):
     words, layer = refusals()[name]
     model = nn.Sequential(linear("nested", 64, 64, F32), layer)
@@ -298,7 +317,8 @@ def test_refused(name):
     with pytest.raises((ValueError, NotImplementedError), match=words):
         mfsdp.fully_shard(model, units=["*"])
     assert [m.weight for m in model] == weights and [type(m) for m in model] == kinds, "nothing has changed"
-    mfsdp.fully_shard(model, units=["*"], ignored_params=[model[1].weight])
+    if name != "on meta":
+        mfsdp.fully_shard(model, units=["*"], ignored_params=[model[1].weight])
     assert model[1].weight is weights[1]
 
 
