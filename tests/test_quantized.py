@@ -206,7 +206,8 @@ def other(kind: str) -> nn.Module:
 
 def saved_and_loaded(folder: str, kind: str) -> None:
     reference = blocks(kind)
-    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block])
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block], strategy=1 if kind == "bf16 storage" else 3)
+    model(torch.ones(3, 128))
     alike(numbers(model), reference.state_dict())
     alike(numbers(copy.deepcopy(model)), reference.state_dict())
     new = other(kind)
@@ -396,3 +397,22 @@ def test_odd_sizes():
             layer.weight.data, layer.weight.quant_state = value, state
             form = (apart := bitsandbytes.take_apart("x", layer)).form
             assert torch.equal(form.matrix(tuple(apart.values.values()), F32), dequantize_4bit(value, state))
+
+
+def test_weights_that_an_evaluation_on_a_cpu_has_reordered():
+    """Their scales are rounded to bf16 by then, and no longer nested."""
+    from bitsandbytes.functional import _convert_weight_packed_for_cpu, dequantize_4bit
+
+    for kind in ("nested", "nf4", "bf16 storage"):
+        layer = linear(kind, 128, 64, F32)
+        state = copy.deepcopy(layer.weight.quant_state)
+        if state.nested:
+            state.absmax = state.state2.code[state.absmax.int()] * state.state2.absmax[:1] + state.offset
+            state.nested, state.state2 = False, None
+        state.absmax = state.absmax.bfloat16().float()
+        want = dequantize_4bit(layer.weight.data, state)
+        layer.weight.data, layer.weight.quant_state = _convert_weight_packed_for_cpu(
+            layer.weight.data, layer.weight.quant_state
+        )
+        mfsdp.fully_shard(layer)
+        assert torch.equal(layer(torch.eye(128)), want.T)
