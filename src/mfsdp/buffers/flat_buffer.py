@@ -188,8 +188,11 @@ class FlatBuffer:
 
     def _own_source(self) -> None:
         """Registers the source of programs as this buffer's."""
-        source = self.weights.source.requires_grad_()  # hooks can only be registered if it requires grad
+        source = self.weights.source
         buffer_registry.register(source, self)
+        if not source.is_floating_point():
+            return  # bytes of quantized weights, which have no gradients
+        source.requires_grad_()  # hooks can only be registered if it requires grad
         self.gradients.watch(source)
         source.requires_grad_(self.trainable)
 
@@ -218,7 +221,8 @@ class FlatBuffer:
         self.trains[slot] = trains
         self.gradients.slots.clear()
         self.trainable = any(self.trains)
-        self.weights.source.requires_grad_(self.trainable)
+        if self.weights.source.is_floating_point():
+            self.weights.source.requires_grad_(self.trainable)
 
 
 if TYPE_CHECKING:
@@ -287,6 +291,8 @@ def half_loaded(model: nn.Module, what: str) -> Iterator[None]:
     for outermost in sharded:
         outermost.half[:] = [what]
     yield
+    for module in model.modules():
+        getattr(module, "_mfsdp_loaded", lambda: None)()
     for outermost in sharded:
         outermost.half.clear()
 

@@ -110,7 +110,10 @@ def _keep_adapters(theirs: Callable[..., Any], model: nn.Module, state: StateDic
 
 def _fitting(name: str, mine: ShardedDTensor, whole: torch.Tensor) -> torch.Tensor:
     if whole.shape != mine.shape:
-        raise ValueError(f"mfsdp: {name} is {list(whole.shape)} in the state dict, {list(mine.shape)} here")
+        how = (
+            ". It is part of a quantized weight: call load_state_dict of the model" if mine.dtype is torch.uint8 else ""
+        )
+        raise ValueError(f"mfsdp: {name} is {list(whole.shape)} in the state dict, {list(mine.shape)} here{how}")
     return whole
 
 

@@ -61,7 +61,7 @@ def load_safetensors(
     wrong = [
         f"{n} is {list(entry.shape)} in {entry.file.name}, {list(t.shape)} in the model"
         for n, (entry, t) in found.items()
-        if entry.shape != tuple(t.shape)
+        if entry.shape != tuple(t.shape) and not hasattr(t, "_mfsdp_resizes")
     ]
     if wrong:
         raise ValueError(f"load_safetensors: shapes differ: {files.some(wrong)}")
@@ -166,7 +166,8 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def _read(opened: files.Opened, name: str, tensor: torch.Tensor) -> None:
     """Copies one tensor, or this rank's part of it."""
     if not isinstance(tensor, DTensor):
-        tensor.copy_(opened.get_tensor(name))
+        value = opened.get_tensor(name)
+        (tensor.resize_(value.shape) if hasattr(tensor, "_mfsdp_resizes") else tensor).copy_(value)
         return
     part = opened.get_slice(name)
     for place, box in boxes(tensor):

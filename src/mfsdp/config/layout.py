@@ -121,6 +121,14 @@ class Layout:
             return (((0,) * len(s.shape), s.shape),)
         return tuple(_boxes(self.slots[slot].shape, at.param_offset, at.numel))
 
+    def as_elements(self, slot: int, name: str, shape: tuple[int, ...], itemsize: int) -> Layout:
+        """Returns the layout, of this one slot, of a parameter of bytes as the elements that they are, of ``itemsize``
+        bytes, which divides its row.
+        """
+        s, at = self.slots[slot], self.segment(slot)
+        one = Slot(name, shape, s.offset // itemsize, s.row // itemsize)
+        return Layout(self.world, (one,), (Segment(at.full_start // itemsize, 0, at.chunk // itemsize),), (0,))
+
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Returns the padding as ``(start, elements)``, in order."""
         out, end = [], 0

@@ -133,7 +133,9 @@ class MixedPrecisionPolicy:
         object.__setattr__(self, name, value)
 
     def resolve(self, dtype: torch.dtype, trains: bool = True) -> Precision:
-        """Returns the dtypes and formats of a parameter of dtype ``dtype``, trained or frozen."""
+        """Returns the dtypes and formats of a parameter of dtype ``dtype``, trained or frozen. Bytes stay bytes."""
+        if dtype is torch.uint8:
+            return Precision(dtype, dtype, dtype, torch.float32, torch.float32)
         main = (self.main_params_dtype if trains else None) or dtype
         if dtype.itemsize > main.itemsize:
             main = dtype
@@ -159,6 +161,9 @@ SHORT = {
     torch.float16: "f16",
 }
 """Floating-point dtypes that a parameter may have, and their abbreviations in specs and listings."""
+
+SHORT_ALL = {**SHORT, torch.uint8: "u8"}
+"""The same with that of quantized weights (`mfsdp.sharding.quantized_linear`)."""
 
 PLANNED = ("prefetch", "reduce_lag", "max_unsharded", "max_activations")
 """Options that a plan chooses or does not use."""

@@ -12,9 +12,9 @@ import torch
 
 from .comm_formats import int8_nbytes
 from .layout import Layout
-from .options import SHORT, Precision
+from .options import SHORT_ALL, Precision
 
-_LONG = {short: dtype for dtype, short in SHORT.items()}
+_LONG = {short: dtype for dtype, short in SHORT_ALL.items()}
 
 
 class GroupIndex(IntEnum):
@@ -173,7 +173,7 @@ class UnitSpec:
         return 1 / factor
 
     def encode(self) -> str:
-        precision = tuple(SHORT.get(x, x) for x in vars(self.precision).values())
+        precision = tuple(SHORT_ALL.get(x, x) for x in vars(self.precision).values())
         return repr(tuple((vars(self) | {"precision": precision}).values()))
 
     @staticmethod

@@ -37,14 +37,16 @@ def restore(state: MutableMapping[str, Any], prefix: str = "") -> None:
 
 
 def spelled(model: nn.Module, name: str) -> str:
-    """Adds the ``_orig_mod`` parts that torch needs to find a name in ``model``."""
+    """Adds the ``_orig_mod`` parts that torch needs to find a name in ``model``. A parameter of bytes gets its key in
+    the state dict (`mfsdp.sharding.quantized_linear`).
+    """
     at: Any = model
     out: list[str] = []
     for part in name.split("."):
         while part != WRAPPER and isinstance(at, _wrappers()):
             out.append(WRAPPER)
             at = at._orig_mod
-        out.append(part)
+        out.append(getattr(at, "_mfsdp_keys", {}).get(part, part))
         at = at._modules.get(part) if isinstance(at, nn.Module) else None
     return ".".join(out)
 

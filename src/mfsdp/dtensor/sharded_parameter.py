@@ -38,6 +38,8 @@ class ShardedParameter(ShardedDTensor):
         out._is_param = True  # makes it an instance of torch.nn.Parameter
         out._mfsdp_owner, out._mfsdp_written = owner, None if owner is None else owner.weights
         out._mfsdp_grad = None
+        if not local.is_floating_point():
+            return out
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.requires_grad.__set__(out, True)  # type: ignore[attr-defined]  # hooks require it
             torch.Tensor.register_post_accumulate_grad_hook(out, _autograd_view)

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from ..config.options import SHORT
+from ..config.options import SHORT_ALL
 from ..config.units import Axis, Unit, UnitSpec
 from . import byte_costs, ops
 from .byte_costs import size
@@ -148,14 +148,14 @@ def _quantised(program: Program) -> dict[str, torch.dtype]:
 def _dtypes(units: Sequence[Unit], quantised: Mapping[str, torch.dtype]) -> Iterator[str]:
     """The dtypes of a weight and its gradient along their path, if they differ."""
     alike: dict[Any, list[str]] = {}
-    for unit in units:
+    for unit in (u for u in units if u.spec.precision.main.is_floating_point):
         total = unit.spec.sum_dtype(2 if unit.spec.outer > 1 else 0)
         alike.setdefault((unit.spec.precision, total, quantised.get(unit.name)), []).append(unit.name)
     for (p, total, code), names in alike.items():
         life = {
             "main": p.main, "gather": p.comm, "compute": p.compute, "reduce": p.grad_comm, "sum": total, "grad": p.grad
         }  # fmt: skip
-        words = {role: SHORT[dtype] for role, dtype in life.items()}
+        words = {role: SHORT_ALL[dtype] for role, dtype in life.items()}
         wires = (("gather", p.wire), ("reduce", p.grad_wire), ("gather", code and _short(code)))
         words |= {role: wire for role, wire in wires if wire}
         if len(set(words.values())) > 1:
@@ -354,7 +354,7 @@ def operand(arg: object) -> str:
             return ", ".join(texts)
         return f"[{','.join(texts)}]"
     if isinstance(arg, torch.dtype):
-        return SHORT.get(arg, str(arg).removeprefix("torch."))
+        return SHORT_ALL.get(arg, str(arg).removeprefix("torch."))
     return str(arg)
 
 
@@ -387,7 +387,7 @@ def _type(value: object) -> str:
         value = next((v for v in value if isinstance(v, torch.Tensor)), None)
     if not isinstance(value, torch.Tensor):
         return ""
-    return f"{SHORT.get(value.dtype, _short(value.dtype))}[{','.join(map(_extent, value.shape))}]"
+    return f"{SHORT_ALL.get(value.dtype, _short(value.dtype))}[{','.join(map(_extent, value.shape))}]"
 
 
 def _extent(n: object) -> str:

@@ -361,9 +361,9 @@ def own_rows(p: Program) -> Iterator[Fault]:
     weights.
     """
     for full in p.calls(ops.all_gather, ops.refresh_codes):
-        if full.meta["val"].dtype.itemsize > 1:
+        unit, spec, dtype = unit_of(full), p.spec_of(full), full.meta["val"].dtype
+        if dtype.itemsize > 1 or dtype is spec.precision.comm:  # bytes of quantized weights are no FP8 payload
             continue
-        unit, spec = unit_of(full), p.spec_of(full)
         if full.target is ops.all_gather and spec.persistent:
             source = full.args[0]
             if source.target is not ops.refresh_codes or unit_of(source) != unit:  # type: ignore[union-attr, arg-type]

@@ -31,6 +31,12 @@ def device_of(units: list[PlannedUnit], device: torch.device | str | None) -> to
         )
     asked = None if device is None else torch.device(device)
     chosen = devices.home() if asked is None or asked == devices.accelerator() else asked
+    blank = (n for u in units for p, n in u.names.items() if p.is_meta and not p.is_floating_point())
+    if chosen.type != "meta" and (name := next(blank, "")):
+        raise NotImplementedError(
+            f"fully_shard: quantized weight {name} is on the meta device, and has no initializer that would give it "
+            "values: build the model where it will run, with the values of its checkpoint"
+        )
     devices.alone_on(chosen)
     devices.told_of_environment(chosen.type)
     return chosen
@@ -84,7 +90,8 @@ def _take_over(planned: PlannedUnit, param: nn.Parameter, ref: Ref, synced: Sequ
     with torch.no_grad():
         if param.is_meta:
             weights.born_on_meta[slot] = param.dtype
-            weights.view(weights.main, slot).fill_(torch.nan)
+            if param.is_floating_point():
+                weights.view(weights.main, slot).fill_(torch.nan)
         else:
             mine = te.precise(torchao.bare(here(param)))
             over = [*synced, *(ref.piece.copied_by if ref.piece else buffer.placement.beside)] if synced else ()

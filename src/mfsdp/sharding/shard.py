@@ -31,6 +31,7 @@ from . import (
     materialize,
     parallel,
     plain_shards,
+    quantized_linear,
     te_modules,
     validate,
 )
@@ -72,6 +73,9 @@ def fully_shard(
     (TransformerEngine's quantized originals are freed at the end). If a later step fails (memory, an initializer), the
     model is restored; where originals were freed, new parameters get their values, or, if this rank holds only a part,
     an error asks to build the model again.
+
+    bitsandbytes' linear layers with frozen 4-bit or 8-bit weights become parameters of bytes, which are gathered as
+    bytes (`mfsdp.sharding.quantized_linear`).
 
     Args:
         module: the root, one unit of a larger model, or several modules that form one unit (a norm and the head after
@@ -139,38 +143,39 @@ def fully_shard(
     no_optimizer(root)
     auto, ignored = isinstance(units, str) and units == "auto", set(ignored_params or ())
     roots = match(root, None if auto else units)
-    parallel.understood(root.modules(), ignored)
-    planned = assign_parameters(root, roots, ignored)
-    target = device_of(planned, device)
-    found = axes(mesh, dp_mesh_dims, target)
-    placement = ShardingPlan.of(how.strategy, outer_strategy, found, target.type)
-    if auto:
-        units = auto_wrap.auto(planned[0], how.policy, placement)
-        planned = assign_parameters(root, match(root, units), ignored)
-    optional = _optional(root, may_be_unused, planned)
-    call = _Call(given, root, how, planned, target, found, placement, optional, mesh)
-    if call.groups:
-        # No variable may hold what is compared: originals are freed one by one below.
-        cross_rank_check.check_same_model(
-            call.groups, *described(planned, call.options(), values=not sync_module_states)
-        )
-    synced = call.groups if sync_module_states else []
-    state_dict_hooks.teach()
-    # Tensors made here train, even if the caller is in inference mode.
-    with torch.inference_mode(False), Rollback(placement.cut == 1, _keeps_originals(planned)) as rollback:
-        for param in ignored:
-            ignore(param, rollback)
-        call.commit(synced, rollback)
-        parallel.adapt(root.modules(), rollback)
-        te_modules.adapt(root, rollback)
-        fp8_weights.tell(root)
-        if call.runs:
-            move_buffers(root, target, rollback)
-        materialize.materialize(root, target, call.sharing(), param_init_fn)
-        for kept in map(here, dict.fromkeys(root.buffers()) if synced else ()):
-            kept.copy_(cross_rank_check.of_first_rank(kept, [*synced, *call.placement.beside], target))
-    watchdog.begin()
-    call.finish(units)
+    with quantized_linear.taken_apart(root, ignored):
+        parallel.understood(root.modules(), ignored)
+        planned = assign_parameters(root, roots, ignored)
+        target = device_of(planned, device)
+        found = axes(mesh, dp_mesh_dims, target)
+        placement = ShardingPlan.of(how.strategy, outer_strategy, found, target.type)
+        if auto:
+            units = auto_wrap.auto(planned[0], how.policy, placement)
+            planned = assign_parameters(root, match(root, units), ignored)
+        optional = _optional(root, may_be_unused, planned)
+        call = _Call(given, root, how, planned, target, found, placement, optional, mesh)
+        if call.groups:
+            # No variable may hold what is compared: originals are freed one by one below.
+            cross_rank_check.check_same_model(
+                call.groups, *described(planned, call.options(), values=not sync_module_states)
+            )
+        synced = call.groups if sync_module_states else []
+        state_dict_hooks.teach()
+        # Tensors made here train, even if the caller is in inference mode.
+        with torch.inference_mode(False), Rollback(placement.cut == 1, _keeps_originals(planned)) as rollback:
+            for param in ignored:
+                ignore(param, rollback)
+            call.commit(synced, rollback)
+            parallel.adapt(root.modules(), rollback)
+            te_modules.adapt(root, rollback)
+            fp8_weights.tell(root)
+            if call.runs:
+                move_buffers(root, target, rollback)
+            materialize.materialize(root, target, call.sharing(), param_init_fn)
+            for kept in map(here, dict.fromkeys(root.buffers()) if synced else ()):
+                kept.copy_(cross_rank_check.of_first_rank(kept, [*synced, *call.placement.beside], target))
+        watchdog.begin()
+        call.finish(units)
     return module
 
 

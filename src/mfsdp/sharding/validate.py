@@ -13,6 +13,7 @@ from ..dtensor.sharded_parameter import ShardedParameter
 from ..dtensor.tp_shards import here
 from .module import units_of
 from .parallel import is_sum
+from .quantized_linear import QuantizedLinear
 
 
 def validate(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
@@ -24,6 +25,8 @@ def validate(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
         NotImplementedError: it is a tensor subclass (except TransformerEngine's quantized ones, `wide_enough`), has
             sparse or delayed gradients, or is a local shard of a parameter not yet known.
     """
+    if isinstance(owner, QuantizedLinear) and not param.is_floating_point():
+        return  # bytes that `quantized_linear` has made
     _plain(fqn, param)
     if param.grad is not None:
         raise ValueError(
