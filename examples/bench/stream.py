@@ -1,13 +1,15 @@
-"""Whole weights in bfloat16, one way beside the other, in turns: ``torchrun --nproc-per-node=2 stream.py``. Milliseconds
-(medians), and bytes that the first rank allocates on top of its shards at the most.
+"""Whole weights in bfloat16, one way beside the other, in turns: ``torchrun --nproc-per-node=2 stream.py``. Prints
+medians in milliseconds, and the most bytes that the first rank allocates on top of its shards.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mfsdp
+
+sys.path.insert(0, str(Path(__file__).parent))
 from bench import peak_of
 
 

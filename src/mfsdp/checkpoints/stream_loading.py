@@ -99,9 +99,16 @@ def _metadata(source: Any, from_rank: int | None) -> list[ParamMeta]:
 
     Raises:
         TypeError: it does not say.
-        ValueError: it is a stream that this rank does not take, or that other ranks have to iterate too.
+        ValueError: a dict has something else than whole tensors; or it is a stream that this rank does not take, or
+            that other ranks have to iterate too.
     """
     if isinstance(source, Mapping):
+        wrong = [name for name, t in source.items() if not isinstance(t, torch.Tensor) or isinstance(t, DTensor)]
+        if wrong:
+            raise ValueError(
+                f"load_stream: {some(wrong)} in the source: not whole tensors. Of a sharded model give "
+                "mfsdp.stream_weights(model), not its state_dict()"
+            )
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in source.items()]
     if not callable(getattr(source, "metadata", None)):
         raise TypeError(
@@ -189,6 +196,8 @@ def _in_order(source: Any, metadata: list[ParamMeta]) -> Generator[tuple[str, to
     expected = iter(metadata)
     for name, value in source.items() if isinstance(source, Mapping) else source:
         meta = next(expected, None)
+        if isinstance(value, DTensor):
+            raise RuntimeError(f"load_stream: the source gives {name} as a DTensor; give it whole: full_tensor()")
         if meta is None or (name, tuple(value.shape), value.dtype) != (meta.name, meta.shape, meta.dtype):
             said = "nothing more" if meta is None else f"{meta.name} {list(meta.shape)} in {meta.dtype}"
             raise RuntimeError(
