@@ -89,8 +89,8 @@ def save_safetensors(
 ) -> None:
     """Writes weights as ``transformers`` does: ``model.safetensors``, or several files and an index, and the model's
     configuration if it has one; ``from_pretrained`` reads them. All ranks must call it. Rank 0 writes, and holds one
-    file's tensors at a time. Older files of these names are replaced atomically, once all new ones are written; other
-    files stay.
+    file's tensors and one unit at a time. Older files of these names are replaced atomically, once all new ones are
+    written; other files stay.
 
     Args:
         model: sharded (also by FSDP2), unsharded, or sharded in parts. The first name of tied parameters is written.
@@ -105,7 +105,7 @@ def save_safetensors(
     """
     model = getattr(model, "_orig_mod", model)
     named = None if rename is None else lambda unit: [(rename(name), tensor) for name, tensor in unit.items()]
-    stream = stream_weights(model, dtype, to=0, convert=named)
+    stream = stream_weights(model, dtype, to=0, prefetch=0, convert=named)
     sizes = {name: math.prod(shape) * kept.itemsize for name, kept, shape in stream.metadata()}
     plan = files.split(sizes, max_file_bytes)
     folder, first = Path(folder), _FirstRank()
