@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mfsdp
 from examples.parallel.model import Experts, Layer, Llama, tensor_parallel
@@ -108,14 +108,33 @@ def beside_others() -> list[str]:
     return faults
 
 
+def on_some_ranks() -> list[str]:
+    """A stage of a pipeline, on two of four ranks; and FSDP2's own shards, on all."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    theirs, rank = MLP(), dist.get_rank()
+    for module in (theirs.up, theirs):
+        fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
+    want = whole(theirs)
+    faults = [f"FSDP2 to {to}: {n}" for to in (None, 2) for n in wrong(mfsdp.stream_weights(theirs, BF16, to=to), want)]
+    group = dist.new_group([2, 3])
+    if rank < 2:
+        return faults
+    stage = mfsdp.fully_shard(MLP(), mesh=DeviceMesh.from_group(group, "cpu"), units=["up"])
+    given = {name: t.float() for name, t in want.items()} if rank == 3 else None
+    assert mfsdp.load_stream(stage, given, from_rank=3) == ([], [])
+    faults += [f"stage: {name}" for to in (None, 3) for name in wrong(mfsdp.stream_weights(stage, BF16, to=to), want)]
+    with pytest.raises(ValueError, match=r"to=\[0, 1\], and none of these ranks holds unit"):
+        list(mfsdp.stream_weights(stage, to=(0, 1)))
+    assert "from_rank=0 does not hold the model; its ranks are [2, 3]" in told(stage, given, from_rank=0)
+    return faults
+
+
 def _from_first(state: dict[str, torch.Tensor], rank: int = 0) -> dict[str, torch.Tensor]:
     said = [state]
     dist.broadcast_object_list(said, rank)
     return said[0]
-
-
-def four(name: str) -> list[str]:
-    return {"every_mesh": every_mesh, "beside_others": beside_others, "into_every_mesh": into_every_mesh}[name]()
 
 
 def into_every_mesh() -> list[str]:
@@ -145,9 +164,9 @@ def into_every_mesh() -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["every_mesh", "beside_others", "into_every_mesh"])
+@pytest.mark.parametrize("name", ["every_mesh", "beside_others", "into_every_mesh", "on_some_ranks"])
 def test_every_rank_gets_what_it_asks_for(four_ranks, name):
-    assert four_ranks.run(four, name) == [[]] * 4
+    assert four_ranks.run(globals()[name]) == [[]] * 4
 
 
 # Leaving
