@@ -37,7 +37,7 @@ LONGEST = (
     "test_planning_parallel", "test_unused", "test_stable_addresses", "test_evaluation", "test_expert_parallel",
     "test_elastic", "test_demo", "test_curve", "test_warm_start", "test_saving", "test_strategies", "test_schedule",
     "test_crash", "test_megatron_door", "test_written_rows", "test_checkpoint", "test_parity", "test_transport",
-    "test_cuda_models",
+    "test_cuda_models", "test_streams",
 )  # fmt: skip
 """Files that take longest, which begin first: of several workers none is left alone with one at the end."""
 

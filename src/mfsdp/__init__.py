@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .checkpoints.errors import CheckpointError as CheckpointError
     from .checkpoints.safetensors import load_safetensors as load_safetensors
     from .checkpoints.safetensors import save_safetensors as save_safetensors
+    from .checkpoints.stream_loading import load_stream as load_stream
+    from .checkpoints.streams import stream_weights as stream_weights
     from .compiler.microbatches import together as together
     from .compiler.tracing import trace as trace
     from .config.hardware import Hardware as Hardware
@@ -70,6 +72,7 @@ _WHERE = {
     "fully_shard": "sharding.shard",
     "fully_shard_optimizer": "optim.flat_optimizer",
     "load_safetensors": "checkpoints.safetensors",
+    "load_stream": "checkpoints.stream_loading",
     "measure": "cost_model.machine",
     "no_sync": "sharding.contexts",
     "norms": "buffers.norms",
@@ -80,6 +83,7 @@ _WHERE = {
     "profile": "reports.profile",
     "ranges": "reports.profile",
     "save_safetensors": "checkpoints.safetensors",
+    "stream_weights": "checkpoints.streams",
     "summon_full_params": "sharding.contexts",
     "synchronize": "sharding.contexts",
     "together": "compiler.microbatches",

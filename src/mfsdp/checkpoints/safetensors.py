@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,10 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from ..buffers.flat_buffer import half_loaded, shared_over
 from ..dtensor import parameter_names
-from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import devices, groups, sync_collectives
 from ..runtime.transport_registry import count_load
 from . import files
+from .streams import stream_weights
+from .tensors import boxes, tensors_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,8 +89,8 @@ def save_safetensors(
 ) -> None:
     """Writes weights as ``transformers`` does: ``model.safetensors``, or several files and an index, and the model's
     configuration if it has one; ``from_pretrained`` reads them. All ranks must call it. Rank 0 writes, and holds one
-    file's tensors at a time. Older files of these names are replaced atomically, once all new ones are written; other
-    files stay.
+    file's tensors and one unit at a time. Older files of these names are replaced atomically, once all new ones are
+    written; other files stay.
 
     Args:
         model: sharded (also by FSDP2), unsharded, or sharded in parts. The first name of tied parameters is written.
@@ -102,27 +104,23 @@ def save_safetensors(
         OSError: rank 0 could not write (on every rank); the folder's earlier files are still there.
     """
     model = getattr(model, "_orig_mod", model)
-    once: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in tensors_of(model).items():
-        once.setdefault(id(tensor), (name, tensor))
-    tensors = {rename(name) if rename else name: tensor for name, tensor in once.values()}
-    if len(tensors) < len(once):
-        raise ValueError("save_safetensors: rename gives two tensors one name")
-    sizes = {n: t.numel() * _kept_dtype(t, dtype).itemsize for n, t in tensors.items()}
+    named = None if rename is None else lambda unit: [(rename(name), tensor) for name, tensor in unit.items()]
+    stream = stream_weights(model, dtype, to=0, prefetch=0, convert=named)
+    sizes = {name: math.prod(shape) * kept.itemsize for name, kept, shape in stream.metadata()}
     plan = files.split(sizes, max_file_bytes)
     folder, first = Path(folder), _FirstRank()
     partial = folder / ".partial"
     own = first.tries(files.make_own, partial)
     plan = first.tries(files.not_in, folder, plan) or plan
-    for file, inside in plan.items():
-        whole: dict[str, torch.Tensor] = {}
-        for name in inside:
-            full = tensors[name].detach()
-            if isinstance(full, DTensor):
-                full = full.full_tensor()
-            if first.writes:
-                whole[name] = full.to("cpu", _kept_dtype(full, dtype)).contiguous()
-        first.tries(files.write, partial, file, whole)
+    last = {inside[-1]: file for file, inside in plan.items() if inside}
+    whole: dict[str, torch.Tensor] = {}
+    for name, tensor in stream:  # on the first rank; in the order of the plan
+        first.tries(_keep, whole, name, tensor)
+        if name in last:
+            first.tries(files.write, partial, last[name], whole)
+            whole.clear()
+    if not sizes:
+        first.tries(files.write, partial, next(iter(plan)), whole)
     first.tries(files.write_index, partial, sizes, plan)
     first.tries(_save_config, model, partial, dtype)
     first.tries(files.publish, partial, folder)
@@ -130,6 +128,11 @@ def save_safetensors(
         shutil.rmtree(partial, ignore_errors=True)
         os.close(own)
     first.raise_everywhere(folder)
+
+
+def _keep(whole: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+    """Copies a tensor to the host: a view would keep all of its unit."""
+    whole[name] = tensor.to("cpu", copy=True).contiguous()
 
 
 class _FirstRank:
@@ -156,13 +159,6 @@ class _FirstRank:
             raise OSError(f"save_safetensors: rank 0 could not write to {folder}: {why}")
 
 
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and persistent buffers under all of their original names."""
-    state = model.state_dict(keep_vars=True)
-    parameter_names.restore(state)
-    return {n: t for n, t in state.items() if isinstance(t, torch.Tensor)}
-
-
 def _read(opened: files.Opened, name: str, tensor: torch.Tensor) -> None:
     """Copies one tensor, or this rank's part of it."""
     if not isinstance(tensor, DTensor):
@@ -172,19 +168,6 @@ def _read(opened: files.Opened, name: str, tensor: torch.Tensor) -> None:
     part = opened.get_slice(name)
     for place, box in boxes(tensor):
         box.copy_(part[place] if place else opened.get_tensor(name))
-
-
-def boxes(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """Yields this rank's part of a tensor, box by box: its place, and a view, which the caller writes to."""
-    for chunk in tensor.__create_chunk_list__():  # type: ignore[attr-defined]
-        if chunk.sizes.numel():
-            place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            ours = isinstance(tensor, ShardedDTensor)
-            yield place, tensor.chunk_at(tuple(chunk.offsets)) if ours else tensor.to_local()  # type: ignore[attr-defined]
-
-
-def _kept_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:

@@ -24,7 +24,7 @@ from ..checkpoints import files, megatron
 from ..checkpoints.convert import Part, checkpoint_in, read_parts
 from ..checkpoints.errors import checkpoint_errors
 from ..checkpoints.reading import Reader
-from ..checkpoints.safetensors import boxes, tensors_of
+from ..checkpoints.tensors import boxes, tensors_of
 from ..dtensor.parameter_names import original
 from ..runtime.transport_registry import count_load
 

@@ -445,8 +445,8 @@ def barrier() -> None:
     dist.barrier()
 
 
-def broadcast(tensor: torch.Tensor, group: str) -> torch.Tensor:
-    """Broadcasts the first rank's tensor, in place."""
+def broadcast(tensor: torch.Tensor, group: str, source: int = 0) -> torch.Tensor:
+    """Broadcasts the tensor of one rank, by its index in the group, in place."""
     over = process_group(group)
-    dist.broadcast(tensor, dist.get_global_rank(over, 0), group=over)
+    dist.broadcast(tensor, dist.get_global_rank(over, source), group=over)
     return tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from ..config.units import UnitSpec
 from . import comm_formats, devices, execution, groups
 from .buffer_registry import gather_of, known, owner, reduction_of, refresh_of, unfinished
 from .inflight import InFlight, beside
-from .transport import End, segments
+from .transport import End, parts, segments
 
 
 def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
@@ -98,6 +98,39 @@ def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str)
     full = shard.new_empty(ranks * sum(splits))
     execution.current().gather(segments(splits, ranks, full, shard), group)()
     return full
+
+
+def collect(
+    shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str, to: Sequence[int] | None = None
+) -> tuple[torch.Tensor | None, End]:
+    """Launches the gather of all ranks' shards into new memory of some ranks; the others only send.
+
+    Args:
+        shard: this rank's part, [sum(splits)]; unchanged until the end has been called.
+        splits: elements per rank of each segment.
+        to: indices in the group, the same on all its ranks; ``None``: all.
+
+    Returns:
+        The full buffer, [ranks * sum(splits)], or ``None`` where this rank only sends; and the end.
+    """
+    run, me = execution.current(), groups.process_group(group).rank()
+    full = shard.new_empty(ranks * sum(splits)) if to is None or me in to else None
+    if to is None:
+        assert full is not None
+        return full, run.gather(segments(splits, ranks, full, shard), group)
+    received, sent = int(full is not None), [int(r in to) for r in range(ranks)]
+    outs = [shard[:0]] * len(splits) if full is None else parts(full, splits, ranks)
+    ends = [
+        run.all_to_all(
+            out,
+            part if len(to) == 1 else part.repeat(len(to)),
+            [received * n] * ranks,
+            [n * each for each in sent],
+            group,
+        )
+        for n, out, part in zip(splits, outs, parts(shard, splits, 1), strict=True)
+    ]
+    return full, lambda: at_once(ends)
 
 
 def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], spec: str) -> None:
