@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from functools import partial
 from pathlib import Path
@@ -13,13 +14,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage as TorchStage
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mfsdp
+from tests.helpers.models import llama
 from tests.helpers.parallel import reset
-from tests.helpers.pipelines import LOOP, SINGLE, Model, Pipeline, V, in_one_piece, stage_of
+from tests.helpers.parity import error
+from tests.helpers.pipelines import LOOP, SINGLE, Model, Pipeline, V, batch, in_one_piece, loss_of, stage_of
 
 pytestmark = pytest.mark.dist
 
@@ -95,9 +99,9 @@ def every_way() -> dict[str, dict[str, Any]]:
         "tensor parallelism": Pipeline(tensor, "loop", {}, compiled, prepare=partial(with_tensor_parallelism, tensor)),
     }
     out = {}
-    for name, pipeline in ways.items():
+    for name, way in ways.items():
         reset()
-        out[name] = pipeline.trained("InterleavedZeroBubble")
+        out[name] = way.trained("InterleavedZeroBubble")
     reset()
     bounded = Pipeline(mesh, "v", {}, compiled)
     out["bounded"] = bounded.trained("ZBVZeroBubble", max_weight_parts=1)
@@ -267,3 +271,69 @@ def test_checkpoints(four_ranks: Any, tmp_path: Path) -> None:
 def test_bad_arguments(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         mfsdp.PipelineStage(stage_of(0, 2), 0, 2, torch.device("cpu"), **arguments)
+
+
+class LlamaStage(nn.Module):
+    """A range of the layers of a Hugging Face Llama; paths stay."""
+
+    def __init__(self, llama: Any, number: int):
+        super().__init__()
+        half = len(llama.model.layers) // 2
+        mine = range(half) if number == 0 else range(half, 2 * half)
+        llama.model.layers = nn.ModuleDict({str(i): llama.model.layers[i] for i in mine})
+        if number == 0:
+            llama.model.norm = llama.lm_head = None
+        else:
+            llama.model.embed_tokens = None
+        self.model, self.lm_head = llama.model, llama.lm_head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.model.embed_tokens is None else self.model.embed_tokens(x)
+        places = torch.arange(x.shape[1])[None]
+        angles = self.model.rotary_emb(x, places)
+        for layer in self.model.layers.values():
+            x = layer(x, attention_mask=None, position_ids=places, position_embeddings=angles)
+        return x if self.lm_head is None else self.lm_head(self.model.norm(x))
+
+
+def cut(how: str) -> float:
+    """The largest relative error of gradients of a model in two stages: a Hugging Face Llama cut by hand, with tied
+    embeddings or without, or our own cut by torch's tracer, which does not take transformers' 5.23.
+    """
+    reset()
+    mesh = mesh_of(pp=2, dp_shard=2)
+    rank, part = mesh["pp"].get_local_rank(), mesh["dp_shard"].get_local_rank()
+    torch.manual_seed(0)
+    whole: Any = Model() if how == "traced" else llama(layers=4, tied=how == "tied").double()
+    stage: Any = copy.deepcopy(whole)
+    if how == "traced":
+        spec = {"layers.2": SplitPoint.BEGINNING}
+        stage = pipeline(stage, mb_args=(batch(0, 0)[0][:2],), split_spec=spec).get_stage_module(rank)
+    else:
+        stage = LlamaStage(stage, rank)
+    units = ["layers.*" if how == "traced" else "model.layers.*"]
+    policy = mfsdp.MixedPrecisionPolicy(main_params_dtype=None)
+    mfsdp.fully_shard(stage, mesh=mesh, units=units, mp_policy=policy)
+    group = mesh["pp"].get_group()
+    one = mfsdp.PipelineStage(compiled(stage, split_backward=False), rank, 2, torch.device("cpu"), group=group)
+    x, y = batch(0, part)
+    Schedule1F1B(one, 4, loss_fn=loss_of).step(*((x,) if rank == 0 else ()), target=y if rank == 1 else None, losses=[])
+    for x, y in (batch(0, 0), batch(0, 1)):
+        for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+            out = whole(a)
+            (loss_of(out if how == "traced" else out.logits, b) / 8).backward()
+    want = dict(whole.named_parameters())
+    wrong = [0.0]
+    for name, p in stage.named_parameters():
+        mine = p.grad.full_tensor()
+        if how == "tied" and name in ("model.embed_tokens.weight", "lm_head.weight"):  # as the page says
+            torch.distributed.all_reduce(mine, group=group)
+        there = want[name if name in want else "model.embed_tokens.weight"]
+        wrong.append(error(mine, there.grad))
+    return max(wrong)
+
+
+@pytest.mark.slow
+def test_how_a_model_is_cut(four_ranks: Any) -> None:
+    for how in ("untied", "tied", "traced"):
+        assert max(four_ranks.run(cut, how)) < 1e-12, how

@@ -108,10 +108,15 @@ class WeightParts:
         self._new.append(part)
         self._waiting.update(part.buffers)
 
-    def taken(self, part: WeightPart) -> WeightPart:
-        """Returns a stored part, to be run."""
+    @contextmanager
+    def running(self, part: WeightPart) -> Iterator[WeightPart]:
+        """Takes a stored part that runs inside of the ``with``; if it raises, its gradients stay incomplete."""
         self._waiting.subtract(part.buffers)
-        return part
+        try:
+            yield part
+        except BaseException:
+            self._waiting.update(part.buffers)
+            raise
 
     def clear(self) -> None:
         """Drops all parts."""

@@ -139,8 +139,7 @@ class PipelineStage(TorchPipelineStage):
         """Runs what is left of a microbatch's weight parts, in the order of its backward."""
         self._stored = [other for other in self._stored if other is not parts]
         while parts:
-            part = self._parts.taken(parts.pop(0))
-            with self._reducing():
+            with self._parts.running(parts.pop(0)) as part, self._reducing():
                 part.run()
 
     @contextmanager
