@@ -141,6 +141,14 @@ def given_up() -> None:
     waiting = [p for p in pipeline.parameters().values() if p._mfsdp_owner.gradients.waits]
     with pytest.raises(RuntimeError, match="have not run"):
         torch.optim.SGD(waiting).step()
+    optimizer = torch.optim.SGD(waiting)
+    with pytest.raises(RuntimeError, match="have not run"):
+        waiting[0].grad = waiting[0].detach()
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in waiting)
+    left = [stage.dw_runner for stage in schedule._stages if stage.dw_runner]
+    with pytest.raises(RuntimeError, match="was dropped, by zero_grad"):
+        next(iter(left[0].values()))()
     assert pipeline.trained("InterleavedZeroBubble")["worst"] < 1e-12
 
 

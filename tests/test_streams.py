@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from examples.parallel.model import Experts, Layer, Llama, tensor_parallel
@@ -118,10 +118,10 @@ def on_some_ranks() -> list[str]:
         fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
     want = whole(theirs)
     faults = [f"FSDP2 to {to}: {n}" for to in (None, 2) for n in wrong(mfsdp.stream_weights(theirs, BF16, to=to), want)]
-    group = dist.new_group([2, 3])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    stage = mfsdp.fully_shard(MLP(), mesh=mesh["dp_shard"], units=["up"])
     if rank < 2:
         return faults
-    stage = mfsdp.fully_shard(MLP(), mesh=DeviceMesh.from_group(group, "cpu"), units=["up"])
     given = {name: t.float() for name, t in want.items()} if rank == 3 else None
     assert mfsdp.load_stream(stage, given, from_rank=3) == ([], [])
     faults += [f"stage: {name}" for to in (None, 3) for name in wrong(mfsdp.stream_weights(stage, BF16, to=to), want)]

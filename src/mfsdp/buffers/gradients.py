@@ -105,6 +105,11 @@ class Gradients:
         return bool(self.unreduced.kept)
 
     @property
+    def late(self) -> bool:
+        """Whether gradients are unreduced, or come in weight parts that wait: they are in no ``.grad``."""
+        return self.unreduced.there or bool(self._parts())
+
+    @property
     def waits(self) -> bool:
         """Whether gradients wait for a reduction, for hooks, or for a deferred backward."""
         return self.holds or self.hooks.pending is not None or self.due is not None or bool(self._parts())
@@ -121,8 +126,10 @@ class Gradients:
         return not self.sync
 
     def forget(self, slots: Iterable[int] | None = None) -> None:
-        """Drops unreduced gradients, or those of some parameters."""
+        """Drops unreduced gradients, or those of some parameters; and weight parts that wait, of the whole stage."""
         self.arrive()
+        if self._parts() and self.weight_parts is not None:
+            self.weight_parts.clear()
         if slots is None:
             self.unreduced.clear()
         else:
@@ -292,8 +299,8 @@ class Gradients:
         if count := self._parts():
             raise RuntimeError(
                 f"mfsdp: gradients of {self._of.path} are incomplete: weight parts of {count} microbatches of its "
-                "pipeline stage have not run. Let the schedule's step end; after an exception in it, drop gradients "
-                "(zero_grad()) and call step again, which drops the parts"
+                "pipeline stage have not run. Let the schedule's step end; after an exception in it, zero_grad() drops "
+                "them, and you can call step again"
             )
 
     def of(self, slot: int) -> ShardedDTensor | None:
@@ -305,6 +312,7 @@ class Gradients:
         self._settle()
         if value is not None:
             self.unreduced.check()
+            self._check_parts()
             self.accumulator.set(slot, value)
             return
         if self.unreduced.kept or self.unreduced.offsets:

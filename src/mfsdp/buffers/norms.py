@@ -70,10 +70,13 @@ def clip_grad_norm_(
         the norm, a scalar, equal on every rank: float64 if any gradient of any stage is, else float32.
 
     Raises:
-        ValueError: ``mesh`` has several axes, none of them of a pipeline; or ``modules`` holds something else.
+        ValueError: ``mesh`` has several axes, none of them of a pipeline; ``norm_type`` is not positive, with ``mesh``;
+            or ``modules`` holds something else.
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``, on every rank.
     """
     pipeline = None if mesh is None else _pipeline_axis(mesh)
+    if pipeline is not None and not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type={norm_type!r} over stages: give a positive order, or math.inf")
     stages = [modules] if isinstance(modules, nn.Module) else list(modules)
     for stage in stages:
         if not isinstance(stage, nn.Module):
@@ -87,7 +90,7 @@ def clip_grad_norm_(
         total = total.to(pipeline.device_type)
         wide = bool(_over(pipeline, total.new_tensor(float(wide)), "max"))
         if math.isinf(norm_type):
-            total = _over(pipeline, total, "max" if norm_type > 0 else "min")
+            total = _over(pipeline, total, "max")
         else:
             total = _over(pipeline, total**norm_type, "sum") ** (1 / norm_type)
     total = total if wide else total.float()

@@ -14,6 +14,7 @@ from ..config.layout import Slot
 from ..config.patches import wrap
 from ..dtensor.sharded_parameter import ShardedParameter
 from ..runtime.transport import segments
+from ..runtime.weight_parts import any_waiting
 
 if TYPE_CHECKING:
     from .flat_buffer import FlatBuffer
@@ -77,6 +78,11 @@ class UnreducedGradients:
         else:
             self.clear()
 
+    @property
+    def there(self) -> bool:
+        """Whether any gradients are unreduced."""
+        return self._of in _with_unreduced
+
     def clear(self) -> None:
         self.kept.clear()
         self.offsets.clear()
@@ -111,7 +117,7 @@ class UnreducedGradients:
 
 @functools.cache
 def reach_zero_grad() -> None:
-    """Makes ``zero_grad`` of every optimizer and module drop unreduced gradients.
+    """Makes ``zero_grad`` of every optimizer and module drop unreduced gradients and weight parts that wait.
 
     They are in no ``.grad``, so an abandoned step would leave them for the next one. torch has no hook there, so this
     wraps ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad`` (which torch.compile's wrapper inherits)
@@ -129,10 +135,10 @@ def _zero_grad(
     owner: Owner,
     set_to_none: bool = True,
 ) -> None:
-    if _with_unreduced:
+    if _with_unreduced or any_waiting():
         chosen: dict[FlatBuffer, set[int]] = {}
         for p in parameters(owner):
-            if isinstance(p, ShardedParameter) and (buffer := p._mfsdp_owner) and buffer in _with_unreduced:
+            if isinstance(p, ShardedParameter) and (buffer := p._mfsdp_owner) and buffer.gradients.late:
                 chosen.setdefault(buffer, set()).add(p.sharding.slot)
         for buffer, slots in chosen.items():
             buffer.gradients.forget(slots)

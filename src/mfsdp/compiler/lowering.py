@@ -156,7 +156,7 @@ def _lower(
 ) -> Run:
     finish = transform(graph, phase)
     if isinstance(finish, Parts):
-        return finish.lower(partial(compile, **({"static_input_idxs": ()} if compile is not _nothing else {})))
+        return finish.lower(partial(compile, static_input_idxs=()))
     return _finished(graph, finish, partial(compile, graph, example))
 
 

@@ -61,6 +61,8 @@ def split_backward(p: Program) -> SplitBackward | None:
     saved = _handed_over(p, early, weight)
     weight = _needed(late | {n for n in ends if n in weight_results}, stop=saved)
     early |= {n for n in weight if n.op == "placeholder" and owned(n)}  # they stay alive meanwhile
+    sizes = {n for n in p.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("val"), torch.SymInt)}
+    early, weight = early | sizes, weight | sizes
     first = _part(p, early, [], [None if r in late else r for r in results], saved)
     second = _part(p, weight, saved, [r if r in late else None for r in results], [])
     first.part, second.part = "input", "weight"

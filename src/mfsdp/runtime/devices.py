@@ -124,6 +124,7 @@ class Place:
         """Launches there inside of the ``with``; then the current stream waits for it."""
         before = Place()
         self.settle()
+        before.join()
         try:
             yield
         finally:

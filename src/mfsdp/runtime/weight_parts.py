@@ -8,12 +8,12 @@ also runs at once where something has to see gradients before autograd goes on: 
 out as plain tensors. In a backward that is not for parameters (``torch.autograd.grad``) it does not run at all.
 
 Until a stored part has run, gradients of its units are incomplete: reading ``.grad``, and so an optimizer's step,
-raises. A step that was given up half-way leaves parts behind, which the next one drops (`WeightParts.clear`).
+raises. A step that was given up half-way leaves parts behind, which ``zero_grad`` or the next one drops.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -54,7 +54,8 @@ class SplitProgram:
         first, rest = ([args[i] for i in takes] for takes in self._takes)
         args.clear()
         buffers = [owner(rest[i]) for i in self.weight.info.sources]
-        parts = next((buffer.gradients.weight_parts for buffer in buffers if buffer is not None), None)
+        stages = {buffer.gradients.weight_parts for buffer in buffers if buffer is not None}
+        parts = stages.pop() if len(stages) == 1 else None
         out = list(self.input(first))
         count = len(out) - self._saved
         rest += out[count:]
@@ -74,13 +75,16 @@ class WeightPart(DeferredArguments):
     def __init__(self, program: PartProgram, args: list[Any], buffers: Sequence[Buffer | None]):
         super().__init__(program.info.outline.name, args, buffers)
         self._program = program
+        self.dropped = False
 
     def run(self) -> None:
         """Runs it, on the stream that autograd would have used.
 
         Raises:
-            RuntimeError: weights or saved tensors have been written since.
+            RuntimeError: weights or saved tensors have been written since, or its gradients were dropped.
         """
+        if self.dropped:
+            raise RuntimeError(f"mfsdp: {self.name} was dropped, by zero_grad() or a new step, before its turn")
         self.check("its turn in the schedule", "step when the schedule has ended")
         with self.place.launching(), torch.no_grad():
             self._program(self.args)
@@ -93,35 +97,57 @@ class WeightParts:
         self.collects = False
         """Whether weight parts of the running backward are stored."""
         self._new: list[WeightPart] = []
-        self._waiting: Counter[Buffer] = Counter()
+        self._waiting: list[WeightPart] = []
 
     @contextmanager
-    def collecting(self) -> Iterator[list[WeightPart]]:
-        """Stores the weight parts of backwards inside of the ``with``, in the list."""
+    def collecting(self) -> Iterator[None]:
+        """Stores the weight parts of backwards inside of the ``with``."""
         self._new, self.collects = [], True
         try:
-            yield self._new
+            yield
         finally:
             self.collects = False
 
     def add(self, part: WeightPart) -> None:
         self._new.append(part)
-        self._waiting.update(part.buffers)
+        self._waiting.append(part)
+        _waiting.add(self)
+
+    def take(self) -> list[WeightPart]:
+        """Returns the weight parts of the last backward, in its order."""
+        new, self._new = self._new, []
+        return new
 
     @contextmanager
-    def running(self, part: WeightPart) -> Iterator[WeightPart]:
+    def running(self, part: WeightPart) -> Iterator[None]:
         """Takes a stored part that runs inside of the ``with``; if it raises, its gradients stay incomplete."""
-        self._waiting.subtract(part.buffers)
+        if part in self._waiting:
+            self._waiting.remove(part)
         try:
-            yield part
+            yield
         except BaseException:
-            self._waiting.update(part.buffers)
+            self._waiting.append(part)
             raise
+        if not self._waiting:
+            _waiting.discard(self)
 
     def clear(self) -> None:
-        """Drops all parts."""
+        """Drops all parts, with what they hold."""
+        for part in (*self._waiting, *self._new):
+            part.dropped = True
+            part.args.clear()
         self._waiting.clear()
+        self._new = []
+        _waiting.discard(self)
 
     def waits(self, buffer: Buffer) -> int:
         """How many weight parts with gradients of a buffer have not run."""
-        return self._waiting[buffer]
+        return sum(buffer in part.buffers for part in self._waiting)
+
+
+_waiting: weakref.WeakSet[WeightParts] = weakref.WeakSet()
+
+
+def any_waiting() -> bool:
+    """Whether a weight part of any stage has not run."""
+    return bool(_waiting)

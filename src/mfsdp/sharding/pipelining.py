@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
 
 from ..buffers.flat_buffer import FlatBuffer, refs
+from ..buffers.unreduced_gradients import reach_zero_grad
 from ..runtime.weight_parts import WeightPart, WeightParts
 from .module import unwrapped
 
@@ -80,15 +81,15 @@ class PipelineStage(TorchPipelineStage):
         super().__init__(*given.args, **given.kwargs)
         self._run = submodule
         self._most = most
-        self._parts, self._collected = WeightParts(), list[WeightPart]()
+        self._parts = WeightParts()
         self._stored: list[list[WeightPart]] = []
         """The weight parts that wait, by microbatch, the oldest first."""
         self._splits = False
         """Whether the running backward leaves its weight part for later."""
         self._backwards = 0
         """Backwards of this step, whole ones and input parts."""
+        reach_zero_grad()
         for buffer in self._buffers:
-            buffer.gradients.weight_parts = self._parts
             if buffer.spec.hold != hold and buffer.spec.world > 1:
                 buffer.respec(hold=hold)
 
@@ -97,6 +98,8 @@ class PipelineStage(TorchPipelineStage):
         super().clear_runtime_states()
         self.dw_runner.clear()
         self._parts.clear()
+        for buffer in self._buffers:  # another stage may have had the same module
+            buffer.gradients.weight_parts = self._parts
         self._stored.clear()
         self._backwards = 0
 
@@ -123,12 +126,12 @@ class PipelineStage(TorchPipelineStage):
         with self._reducing():
             if not self._splits:
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            with self._parts.collecting() as self._collected:
+            with self._parts.collecting():
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _take(self) -> Callable[[], None]:
         """Is the stage's ``dw_builder``: returns what runs the weight parts of the last backward."""
-        parts, self._collected = self._collected, []
+        parts = self._parts.take()
         if parts:
             self._stored.append(parts)
             if self._most is not None and len(self._stored) > self._most:
@@ -139,7 +142,8 @@ class PipelineStage(TorchPipelineStage):
         """Runs what is left of a microbatch's weight parts, in the order of its backward."""
         self._stored = [other for other in self._stored if other is not parts]
         while parts:
-            with self._parts.running(parts.pop(0)) as part, self._reducing():
+            part = parts.pop(0)
+            with self._parts.running(part), self._reducing():
                 part.run()
 
     @contextmanager
