@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..config.patches import wrap
-from ..dtensor import load_count, parameter_names
+from ..dtensor import bitsandbytes, load_count, parameter_names
 from ..dtensor import transformer_engine as te
 from ..dtensor.shard_spec import ShardSpec
 from ..dtensor.sharded_dtensor import ShardedDTensor
@@ -58,6 +58,7 @@ def _teach_torch() -> None:
     wrap(state_dict, "_distribute_state_dict", _keep_whole)
     wrap(state_dict, "_get_fqns", _with_wrappers)
     wrap(DefaultLoadPlanner, "set_up_planner", _ready)
+    wrap(DefaultLoadPlanner, "commit_tensor", _committed)
     parameter_names.keep_original_names()
 
 
@@ -173,6 +174,12 @@ def _ready(
     if there:
         _find_wrapped(there, planner)
         _tell_of_lost_scales(te.lost_scales(there.items(), planner.state_dict))
+
+
+def _committed(theirs: Callable[..., None], planner: DefaultLoadPlanner, item: Any, tensor: torch.Tensor) -> None:
+    """Tells quantized layers what was read in place."""
+    theirs(planner, item, tensor)
+    bitsandbytes.was_read(planner.state_dict.get(item.dest_index.fqn))
 
 
 def _tell_of_lost_scales(names: list[str]) -> None:

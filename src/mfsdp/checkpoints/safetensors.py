@@ -21,7 +21,7 @@ from ..runtime import devices, groups, sync_collectives
 from ..runtime.transport_registry import count_load
 from . import files
 from .streams import stream_weights
-from .tensors import boxes, tensors_of
+from .tensors import boxes, refuse_unsharded_quantized, tensors_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,10 +44,12 @@ def load_safetensors(
 
     Raises:
         FileNotFoundError: there is no such file or folder, or a file of the index is missing.
-        ValueError: a file is damaged, two tensors have one name, a shape differs, or, if ``strict``, names differ. The
-            model is unchanged.
+        ValueError: a file is damaged, two tensors have one name, a shape or a quantized weight's dtype differs, or, if
+            ``strict``, names differ. The model is unchanged.
+        NotImplementedError: a quantized weight is not sharded.
     """
     model = getattr(model, "_orig_mod", model)
+    refuse_unsharded_quantized(model, "load_safetensors")
     there = files.entries(Path(path), lambda name: parameter_names.original(rename(name) if rename else name))
     wanted = tensors_of(model)
     aliases = {id(t): [n for n, other in wanted.items() if other is t] for t in wanted.values()}
@@ -67,6 +69,9 @@ def load_safetensors(
     ]
     if wrong:
         raise ValueError(f"load_safetensors: shapes differ: {files.some(wrong)}")
+    cast = [n for n, (entry, t) in found.items() if hasattr(t, "_mfsdp_exact") and entry.dtype is not t.dtype]
+    if cast:
+        raise ValueError(f"load_safetensors: quantized weights have other dtypes in the files: {files.some(cast)}")
     count_load(shared_over(model), f"{len(found)} tensors of safetensors files", zlib.crc32("".join(found).encode()))
     by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
     for entry, tensor in found.values():

@@ -20,7 +20,7 @@ from ..runtime import devices, execution, groups
 from ..runtime.transport_registry import count_load
 from .files import some
 from .streams import ParamMeta, WeightStream
-from .tensors import boxes, tensors_of
+from .tensors import boxes, refuse_unsharded_quantized, tensors_of
 
 ALIGN = 16
 """Bytes; where each tensor of a message starts."""
@@ -52,10 +52,11 @@ def load_stream(
             source is not for this rank; ``from_rank`` is not a rank. The model is unchanged.
         RuntimeError: inside of `mfsdp.unsharded` (unchanged); the source does not give what its ``metadata()`` says, or
             failed on ``from_rank`` (half loaded).
-        NotImplementedError: ``from_rank``, and the model is sharded over some of the default group's ranks only, on
-            more than one axis.
+        NotImplementedError: a quantized weight is not sharded; or ``from_rank``, and the model is sharded over some of
+            the default group's ranks only, on more than one axis.
     """
     model = getattr(model, "_orig_mod", model)
+    refuse_unsharded_quantized(model, "load_stream")
     wanted = tensors_of(model)
     group, place = _group_of(model, from_rank)
     here = from_rank is None or groups.rank() == from_rank
@@ -85,7 +86,7 @@ def _keep_all(given: Iterator[tuple[str, torch.Tensor]], wanted: dict[str, torch
 def _keep(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Copies this rank's part of a whole tensor."""
     if not isinstance(tensor, DTensor):
-        tensor.copy_(value)
+        (tensor.resize_(value.shape) if hasattr(tensor, "_mfsdp_resizes") else tensor).copy_(value)
         return
     for place, box in boxes(tensor):
         box.copy_(value[place] if place else value)
@@ -176,9 +177,10 @@ def _compared(
     wrong = []
     for name in there.keys() & wanted.keys():
         its, mine = there[name], wanted[name]
-        if its.shape != tuple(mine.shape):
+        floats = its.dtype.is_floating_point and mine.is_floating_point() and not hasattr(mine, "_mfsdp_exact")
+        if its.shape != tuple(mine.shape) and not hasattr(mine, "_mfsdp_resizes"):
             wrong.append(f"{name} is {list(its.shape)} in the source, {list(mine.shape)} in the model")
-        elif its.dtype is not mine.dtype and not (its.dtype.is_floating_point and mine.is_floating_point()):
+        elif its.dtype is not mine.dtype and not floats:
             wrong.append(f"{name} is {its.dtype} in the source, {mine.dtype} in the model")
         elif mine.is_meta:
             wrong.append(f"{name} is on the meta device in the model")

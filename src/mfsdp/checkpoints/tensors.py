@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..dtensor import parameter_names
+from ..dtensor import bitsandbytes, parameter_names
 from ..dtensor.sharded_dtensor import ShardedDTensor
 
 
@@ -16,7 +16,28 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns parameters and persistent buffers under all of their original names."""
     state = model.state_dict(keep_vars=True)
     parameter_names.restore(state)
-    return {n: t for n, t in state.items() if isinstance(t, torch.Tensor)}
+    out = {n: t for n, t in state.items() if isinstance(t, torch.Tensor)}
+    for path, module in model.named_modules():
+        if bitsandbytes.linear(module):
+            name = f"{parameter_names.original(path)}.".removeprefix(".")
+            for key, tensor in out.items():
+                if key.startswith(name) and key != f"{name}bias":
+                    tensor._mfsdp_exact = True  # type: ignore[attr-defined]
+    return out
+
+
+def refuse_unsharded_quantized(model: nn.Module, caller: str) -> None:
+    """Refuses to write into quantized weights that are not sharded: their state dict is made anew, with copies.
+
+    Raises:
+        NotImplementedError: names the layer.
+    """
+    for path, module in model.named_modules():
+        if bitsandbytes.linear(module) and not hasattr(module, "_mfsdp_form"):
+            raise NotImplementedError(
+                f"{caller}: {path or type(module).__name__} has a quantized weight that is not sharded. Load with "
+                "model.load_state_dict(), or shard the model first"
+            )
 
 
 def boxes(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
@@ -29,5 +50,8 @@ def boxes(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
 
 
 def kept_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Returns the dtype in which a tensor leaves the model: ``dtype`` for floating-point ones, if it is given."""
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    """Returns the dtype in which a tensor leaves the model: ``dtype`` for floating-point ones, if it is given, except
+    codes, scales and tables of quantized weights.
+    """
+    exact = hasattr(tensor, "_mfsdp_exact")
+    return dtype if dtype is not None and tensor.is_floating_point() and not exact else tensor.dtype

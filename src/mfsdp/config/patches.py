@@ -49,6 +49,9 @@ PATCHES: dict[str, Patch] = {
     "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.set_up_planner": Patch(
         "a load must find optimizer state, and be told where FP8 scales would be lost", _SHARDED, "torch 2.12 to 2.15"
     ),
+    "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.commit_tensor": Patch(
+        "quantized layers must hear of what was read in place", _SHARDED, "torch 2.13"
+    ),
     "peft.utils.save_and_load._reshard_dtensor_values_for_load": Patch(
         "peft cuts adapters by torch's even rule", "a model is sharded and peft is imported", "peft 0.21"
     ),

@@ -14,13 +14,14 @@ import copy
 import json
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 _PACKAGE = "bitsandbytes."
 
@@ -40,6 +41,24 @@ def linear(module: nn.Module) -> bool:
     """Returns whether it is a linear layer with a weight in 4 bits, or in 8 bits that does not train."""
     kind = _named(type(module), "Linear4bit", "Linear8bitLt")
     return kind == "Linear4bit" or (kind == "Linear8bitLt" and not cast(Any, module).state.has_fp16_weights)
+
+
+_of_packed = WeakIdKeyDictionary()
+"""Layers by the packed tensors of their state dicts, as weak references."""
+
+
+def note_packed(module: nn.Module, packed: Iterable[torch.Tensor]) -> None:
+    """Records whose state dict has these packed tensors, which `torch.distributed.checkpoint` loads in place."""
+    for tensor in packed:
+        _of_packed[tensor] = weakref.ref(module)
+
+
+def was_read(tensor: object) -> None:
+    """Lets a layer take over what was read into a packed tensor of its state dict, if it is one."""
+    found = _of_packed.get(tensor) if isinstance(tensor, torch.Tensor) else None
+    module: Any = found() if found is not None else None
+    if module is not None:
+        module._mfsdp_loaded()
 
 
 def shared(module: Any) -> dict[int, object]:

@@ -48,6 +48,10 @@ class QuantizedLinear(nn.Module):
             return F.linear(x, form.matrix(raw, x.dtype), bias).to(given)
         return _Linear.apply(x, bias, form, *raw).to(given)  # type: ignore[no-any-return, no-untyped-call]
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As of ``nn.Module``: an 8-bit layer's own looks for its whole weight."""
+        return nn.Module.to(self, *args, **kwargs)
+
     # State dicts, with bitsandbytes' names, dtypes and shapes
 
     def _mfsdp_seen(self, name: str, stored: bnb.Stored) -> torch.Tensor:
@@ -66,6 +70,7 @@ class QuantizedLinear(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         form = self._mfsdp_form
+        bnb.note_packed(self, self._mfsdp_packed.values())
         destination |= {prefix + s.key: self._mfsdp_seen(name, s) for name, s in form.tensors if s.key}
         destination |= {prefix + key: value for key, value in self._mfsdp_packed.items()}
         if self.bias is not None:
@@ -80,7 +85,8 @@ class QuantizedLinear(nn.Module):
         before = len(missing)
         nn.Module._load_from_state_dict(self, others, prefix, metadata, strict, missing, unexpected, errors)
         missing[before:] = [key for key in missing[before:] if key.removeprefix(prefix) not in self._mfsdp_keys]
-        missing += [key for key in ours if strict and key not in state_dict]
+        optional = f"{prefix}weight_format"  # bitsandbytes takes a state dict without it
+        missing += [key for key in ours if strict and key not in state_dict and key != optional]
         if wrong := self._mfsdp_wrong(state_dict, prefix):
             errors += wrong
             return
@@ -113,6 +119,10 @@ class QuantizedLinear(nn.Module):
                     f"{prefix}{stored.key} is {value.dtype}{list(value.shape)} in the state dict and {mine.dtype}"
                     f"{list(mine.shape)} here: its weight is not quantized, or otherwise"
                 )
+        if int(state_dict.get(f"{prefix}weight_format", 0)) != 0:
+            wrong.append(
+                f"{prefix}weight is not stored by rows (weight_format): load it with bitsandbytes, and save it"
+            )
         for key in (key for key in state_dict if key.startswith(f"{prefix}weight.quant_state.")):
             try:
                 bnb.read_packed(self._mfsdp_form, state_dict[key])
