@@ -58,7 +58,7 @@ def every_schedule(strategy: int, names: tuple[str, ...], **options: Any) -> dic
 
 @pytest.mark.parametrize("strategy", [2, 3])
 def test_every_schedule(four_ranks: Any, strategy: int) -> None:
-    for found in four_ranks.run(every_schedule, strategy, (*SINGLE, *LOOP, *V)):
+    for found in four_ranks.run(every_schedule, strategy, (*SINGLE, *LOOP, *V), timeout=300):
         for name, seen in found.items():
             assert seen["worst"] < 1e-12, (name, seen)
             assert seen["scatter"] == seen["units"], (
@@ -110,7 +110,7 @@ def every_way() -> dict[str, dict[str, Any]]:
 
 
 def test_every_way(four_ranks: Any) -> None:
-    for found in four_ranks.run(every_way):
+    for found in four_ranks.run(every_way, timeout=300):
         for name, seen in found.items():
             assert seen["worst"] < 1e-12, (name, seen)
             if name not in ("each microbatch", "strategy 1", "two axes", "tensor parallelism"):
@@ -121,7 +121,7 @@ def test_every_way(four_ranks: Any) -> None:
 def given_up() -> None:
     """A step that leaves a weight part: gradients are refused, and the next step is right."""
     pipeline = Pipeline(mesh_of(pp=2, dp_shard=2), "loop", {}, compiled)
-    schedule = pipeline.scheduled("InterleavedZeroBubble")
+    schedule = pipeline.scheduled("InterleavedZeroBubble", scale=False)  # torch would read gradients at the end
     pipeline.step(schedule, 0)
     number = itertools.count()
     whole = mfsdp.PipelineStage.backward_weight_one_chunk
@@ -134,12 +134,11 @@ def given_up() -> None:
         p.grad = None
     mfsdp.PipelineStage.backward_weight_one_chunk = last_is_left_out  # type: ignore[method-assign]
     try:
-        with pytest.raises(RuntimeError, match="weight parts of 1 microbatches of its pipeline stage have not run"):
-            pipeline.step(schedule, 1)  # at its end torch scales gradients
+        pipeline.step(schedule, 1)
     finally:
         mfsdp.PipelineStage.backward_weight_one_chunk = whole  # type: ignore[method-assign]
     waiting = [p for p in pipeline.parameters().values() if p._mfsdp_owner.gradients.waits]
-    with pytest.raises(RuntimeError, match="have not run"):
+    with pytest.raises(RuntimeError, match="weight parts of 1 microbatches of its pipeline stage have not run"):
         torch.optim.SGD(waiting).step()
     optimizer = torch.optim.SGD(waiting)
     with pytest.raises(RuntimeError, match="have not run"):
@@ -169,8 +168,8 @@ def torchs_own() -> float:
 
 
 def test_other_ends(four_ranks: Any) -> None:
-    four_ranks.run(given_up)
-    for seen in four_ranks.run(hooked):
+    four_ranks.run(given_up, timeout=300)
+    for seen in four_ranks.run(hooked, timeout=300):
         assert seen["worst"] < 1e-12 and seen["hooks"] == 2 * seen["layers"], seen
     assert max(four_ranks.run(torchs_own)) < 1e-12
 

@@ -131,13 +131,13 @@ class Pipeline:
         outer, inner = (self.mesh[name] for name in self.data)
         return int(outer.get_local_rank() * inner.size() + inner.get_local_rank())
 
-    def scheduled(self, name: str, loss: Any = loss_of, **more: Any) -> Any:
+    def scheduled(self, name: str, scale: bool = True, **more: Any) -> Any:
         """A schedule of this rank's stages."""
         make = partial(self.stage, num_stages=self.count, device=torch.device("cpu"), group=self.pp.get_group(), **more)
         stages = [make(submodule=self.compiled[n], stage_index=n) for n in self.modules]
         kind = torch_schedules.get_schedule_class(name)
         several = issubclass(kind, torch_schedules.PipelineScheduleMulti)
-        return kind(stages if several else stages[0], MICROBATCHES, loss_fn=loss, scale_grads=True)  # type: ignore[arg-type]
+        return kind(stages if several else stages[0], MICROBATCHES, loss_fn=loss_of, scale_grads=scale)  # type: ignore[arg-type]
 
     def step(self, schedule: Any, number: int) -> list[torch.Tensor]:
         """Runs one step of a schedule; returns the losses, on the rank with the last stage."""
