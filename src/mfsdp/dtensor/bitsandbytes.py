@@ -38,7 +38,9 @@ def quantized(tensor: object) -> bool:
 
 
 def linear(module: nn.Module) -> bool:
-    """Returns whether it is a linear layer with a weight in 4 bits, or in 8 bits that does not train."""
+    """Returns whether it is a linear layer with a weight in 4 bits, or in 8 bits that does not train; also sharded."""
+    if hasattr(module, "_mfsdp_form"):
+        return True
     kind = _named(type(module), "Linear4bit", "Linear8bitLt")
     return kind == "Linear4bit" or (kind == "Linear8bitLt" and not cast(Any, module).state.has_fp16_weights)
 
