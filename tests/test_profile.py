@@ -69,7 +69,7 @@ def profiled(lowering: str, folder: str = "") -> dict[str, Any]:
     [pytest.param("eager", marks=pytest.mark.exhaustive), pytest.param("inductor", marks=pytest.mark.inductor)],
 )
 def test_every_line_of_a_step(two_ranks, tmp_path, lowering):
-    for seen in two_ranks.run(profiled, lowering, str(tmp_path)):
+    for seen in two_ranks.run(profiled, lowering, str(tmp_path), timeout=300):
         assert seen["slow"] > 0.3 and seen["lines"] < seen["slow"], "what is outside of programs is no line's"
         assert seen["sum"] == pytest.approx(seen["total"], rel=0.1), (
             "every moment belongs to one line, or the optimizer"
