@@ -75,16 +75,13 @@ class WeightPart(DeferredArguments):
     def __init__(self, program: PartProgram, args: list[Any], buffers: Sequence[Buffer | None]):
         super().__init__(program.info.outline.name, args, buffers)
         self._program = program
-        self.dropped = False
 
     def run(self) -> None:
         """Runs it, on the stream that autograd would have used.
 
         Raises:
-            RuntimeError: weights or saved tensors have been written since, or its gradients were dropped.
+            RuntimeError: weights or saved tensors have been written since.
         """
-        if self.dropped:
-            raise RuntimeError(f"mfsdp: {self.name} was dropped, by zero_grad() or a new step, before its turn")
         self.check("its turn in the schedule", "step when the schedule has ended")
         with self.place.launching(), torch.no_grad():
             self._program(self.args)
@@ -111,7 +108,7 @@ class WeightParts:
     def add(self, part: WeightPart) -> None:
         self._new.append(part)
         self._waiting.append(part)
-        _waiting.add(self)
+        _stages_waiting.add(self)
 
     def take(self) -> list[WeightPart]:
         """Returns the weight parts of the last backward, in its order."""
@@ -120,34 +117,38 @@ class WeightParts:
 
     @contextmanager
     def running(self, part: WeightPart) -> Iterator[None]:
-        """Takes a stored part that runs inside of the ``with``; if it raises, its gradients stay incomplete."""
-        if part in self._waiting:
-            self._waiting.remove(part)
+        """Takes a stored part that runs inside of the ``with``; if it raises, its gradients stay incomplete.
+
+        Raises:
+            RuntimeError: the part was dropped.
+        """
+        if part not in self._waiting:
+            raise RuntimeError(f"mfsdp: {part.name} was dropped, by zero_grad() or a new step, before its turn")
+        self._waiting.remove(part)
         try:
             yield
         except BaseException:
             self._waiting.append(part)
             raise
         if not self._waiting:
-            _waiting.discard(self)
+            _stages_waiting.discard(self)
 
     def clear(self) -> None:
         """Drops all parts, with what they hold."""
-        for part in (*self._waiting, *self._new):
-            part.dropped = True
+        for part in self._waiting:
             part.args.clear()
         self._waiting.clear()
         self._new = []
-        _waiting.discard(self)
+        _stages_waiting.discard(self)
 
     def waits(self, buffer: Buffer) -> int:
         """How many weight parts with gradients of a buffer have not run."""
         return sum(buffer in part.buffers for part in self._waiting)
 
 
-_waiting: weakref.WeakSet[WeightParts] = weakref.WeakSet()
+_stages_waiting: weakref.WeakSet[WeightParts] = weakref.WeakSet()
 
 
 def any_waiting() -> bool:
     """Whether a weight part of any stage has not run."""
-    return bool(_waiting)
+    return bool(_stages_waiting)
