@@ -93,6 +93,12 @@ def two_fresh_ranks() -> Iterator[object]:
     yield from _ranks(2, "forkserver")
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[object]:
+    """Two ranks for the tests of one file, which leave them, or a framework in them, not as others find it."""
+    yield from _ranks(2, "forkserver")
+
+
 @pytest.fixture(scope="session")
 def three_ranks() -> Iterator[object]:
     yield from _ranks(3, "forkserver")

@@ -20,18 +20,10 @@ from torch import nn
 import mfsdp
 from tests.helpers.models import GPT, Block, llama
 from tests.helpers.parity import averaged, error, whole
-from tests.helpers.ranks import Ranks, collectives_told, here
+from tests.helpers.ranks import collectives_told, here
 from tests.helpers.trainers import environment, fresh_logits, logged, trainer
 
 EAGER = {"lowering": "eager"}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two ranks in which accelerate is not as others find it."""
-    found = Ranks(2, start="forkserver")
-    yield found
-    found.stop()
 
 
 @contextmanager

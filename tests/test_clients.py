@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,20 +17,11 @@ from torch._dynamo.utils import counters
 import mfsdp
 from tests.helpers.models import llama, mixtral, peft
 from tests.helpers.parity import averaged, error, whole
-from tests.helpers.ranks import Ranks
 from tests.helpers.trainers import environment, fine_tuner, logged, trainer
 
 pytestmark = [pytest.mark.clients, pytest.mark.dist, pytest.mark.slow]
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two ranks in which accelerate is not as others find it."""
-    found = Ranks(2, start="forkserver")
-    yield found
-    found.stop()
 
 
 def qwen3() -> nn.Module:

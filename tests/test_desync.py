@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,16 +19,7 @@ from mfsdp.runtime import desync, groups
 from mfsdp.runtime.desync import DesyncError, Fingerprint, GroupState
 from tests.helpers.desync import Wire, said, throwaway
 from tests.helpers.parity import averaged, error, whole
-from tests.helpers.ranks import Ranks, here
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two ranks that have stepped optimizers over their default group differently often."""
-    found = Ranks(2, start="forkserver")
-    yield found
-    found.stop()
-
+from tests.helpers.ranks import here
 
 EAGER = {"lowering": "eager"}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 
 import mfsdp
 from tests.helpers.parity import whole
-from tests.helpers.ranks import Ranks
 from tests.helpers.trainers import environment, logged, trainer
 
 pytest.importorskip("bitsandbytes")
@@ -21,14 +19,6 @@ pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two ranks in which accelerate is not as others find it."""
-    found = Ranks(2, start="forkserver")
-    yield found
-    found.stop()
 
 
 @pytest.fixture(scope="module")

@@ -26,21 +26,13 @@ from mfsdp.runtime.desync import DesyncError, Fingerprint, GroupState
 from mfsdp.runtime.execution import Execution
 from tests.helpers.dtypes import BF16, HALF
 from tests.helpers.parity import whole
-from tests.helpers.ranks import Ranks, collectives_told, here
+from tests.helpers.ranks import collectives_told, here
 from tests.helpers.writes import COUNTED, PAST
 
 ADAM: Any = importlib.import_module("torch.optim.adam")
 POLICIES: dict[str, Any] = {"same": None, "bf16": BF16, "half": HALF}
 
 WRITES = (*COUNTED, *PAST[:3])
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two ranks whose process group breaks."""
-    found = Ranks(2, start="forkserver")
-    yield found
-    found.stop()
 
 
 class Net(nn.Module):

@@ -24,14 +24,6 @@ MODELS = {"llama": llama, "tied": lambda: llama(tied=True), "mixtral": mixtral}
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two ranks in which transformers is not as others find it."""
-    found = Ranks(2, start="forkserver")
-    yield found
-    found.stop()
-
-
-@pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
     found = Ranks(4, start="forkserver")
     yield found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,7 +21,6 @@ from mfsdp.runtime.fake_transport import FakeTransport
 from mfsdp.runtime.sync_collectives import summed
 from mfsdp.runtime.transport_registry import carried_by, transport_of
 from tests.helpers.models import GPT, Block, Lumpy
-from tests.helpers.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 
@@ -178,14 +176,6 @@ def natively(strategy: int, segments: bool) -> tuple[bool, set[str]]:
     with carried_by(lambda group, kind: Told(group)):
         got = trained(strategy, segments)
     return all(map(torch.equal, got, want)), used
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two ranks whose transport is replaced."""
-    found = Ranks(2, start="forkserver")
-    yield found
-    found.stop()
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,7 @@ def owner_of(shard: Any) -> FlatBuffer | None:
 @contextmanager
 def half_loaded(model: nn.Module, what: str) -> Iterator[None]:
     """Wraps a load into a model. If the load fails, the model refuses to compute."""
-    sharded = [ref.buffer.unit.outermost for module in model.modules() for ref in refs(module).values()]
+    sharded = [buffer.unit.outermost for buffer in buffers_in(model)]
     for outermost in sharded:
         outermost.half[:] = [what]
     yield
@@ -297,10 +297,14 @@ def half_loaded(model: nn.Module, what: str) -> Iterator[None]:
         outermost.half.clear()
 
 
+def buffers_in(model: nn.Module) -> list[FlatBuffer]:
+    """Returns the flat buffers of the parameters of a module and its submodules."""
+    return list(dict.fromkeys(ref.buffer for module in model.modules() for ref in refs(module).values()))
+
+
 def shared_over(model: nn.Module) -> tuple[str, ...]:
     """Returns the names of the groups of all ranks that share the sharded parts of a model."""
-    buffers = (ref.buffer for module in model.modules() for ref in refs(module).values())
-    return tuple(dict.fromkeys(group for buffer in buffers for group in buffer.spec.peer_groups))
+    return tuple(dict.fromkeys(group for buffer in buffers_in(model) for group in buffer.spec.peer_groups))
 
 
 def refs(module: nn.Module) -> dict[str, Ref]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..buffers.flat_buffer import FlatBuffer, half_loaded, refs, shared_over
+from ..buffers.flat_buffer import FlatBuffer, buffers_in, half_loaded, shared_over
 from ..dtensor.load_count import record_load
 from ..runtime import devices, execution, groups
 from ..runtime.transport_registry import count_load
@@ -62,7 +62,7 @@ def load_stream(
     here = from_rank is None or groups.rank() == from_rank
     metadata = _metadata(source, from_rank) if here and not group else _announced(source, from_rank, group, place)
     missing, unexpected = _compared(model, wanted, metadata, strict)
-    buffers = _buffers(model)
+    buffers = buffers_in(model)
     for buffer in buffers:
         buffer.weights.before_write()
     given = _in_order(source, metadata) if here else _in_order({}, [])
@@ -214,10 +214,6 @@ def _in_order(source: Any, metadata: list[ParamMeta]) -> Generator[tuple[str, to
 # from one rank
 
 
-def _buffers(model: nn.Module) -> list[FlatBuffer]:
-    return list(dict.fromkeys(ref.buffer for module in model.modules() for ref in refs(module).values()))
-
-
 def _group_of(model: nn.Module, from_rank: int | None) -> tuple[str, int]:
     """Returns the group of all ranks that hold a model, ``""`` if nothing is to be communicated, and the index of
     ``from_rank`` in it.
@@ -230,9 +226,9 @@ def _group_of(model: nn.Module, from_rank: int | None) -> tuple[str, int]:
     if world == 1:
         return "", 0
     found = {name: groups.ranks(name) for name in shared_over(model)}
-    if len(found) == 1 and not any(b.placement.beside or any(b.pieces) for b in _buffers(model)):
+    if len(found) == 1 and not any(b.placement.beside or any(b.pieces) for b in buffers_in(model)):
         ((group, members),) = found.items()
-    elif not found or any(_holders(buffer) == world for buffer in _buffers(model)):
+    elif not found or any(_holders(buffer) == world for buffer in buffers_in(model)):
         group, members = groups.default_group(), list(range(world))
     else:
         raise NotImplementedError(

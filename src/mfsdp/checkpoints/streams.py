@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..buffers.flat_buffer import FlatBuffer, refs
+from ..buffers.flat_buffer import FlatBuffer, buffers_in
 from ..config.units import UnitSpec
 from ..dtensor import parameter_names
 from ..dtensor.tp_shards import TPShard
@@ -165,7 +165,7 @@ class WeightStream:
         """Yields the whole tensors of each part; none on ranks that take nothing."""
         parts = self.parts()
         buffers = [buffer for part in parts for buffer in part.buffers]
-        for outermost in (ref.buffer.unit.outermost for m in self.model.modules() for ref in refs(m).values()):
+        for outermost in (buffer.unit.outermost for buffer in buffers_in(self.model)):
             if outermost.half:
                 raise unfinished(outermost)
         places = self._places(buffers)

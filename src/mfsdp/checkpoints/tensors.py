@@ -17,12 +17,12 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     state = model.state_dict(keep_vars=True)
     parameter_names.restore(state)
     out = {n: t for n, t in state.items() if isinstance(t, torch.Tensor)}
-    for path, module in model.named_modules():
-        if bitsandbytes.linear(module):
-            name = f"{parameter_names.original(path)}.".removeprefix(".")
-            for key, tensor in out.items():
-                if key.startswith(name) and key != f"{name}bias":
-                    tensor._mfsdp_exact = True  # type: ignore[attr-defined]
+    quantized = {parameter_names.original(path) for path, m in model.named_modules() if bitsandbytes.linear(m)}
+    for name, tensor in out.items() if quantized else ():
+        parts = name.split(".")
+        above = (".".join(parts[:end]) for end in range(len(parts)))
+        if any(path in quantized and name != f"{path}.bias".removeprefix(".") for path in above):
+            tensor._mfsdp_exact = True  # type: ignore[attr-defined]
     return out
 
 

@@ -8,17 +8,12 @@ from typing import TypeVar, cast
 
 from torch import nn
 
-from ..buffers.flat_buffer import FlatBuffer, refs
+from ..buffers.flat_buffer import buffers_in, refs
 from ..runtime import step_prefetch
 from ..runtime.overlap import Overlap
 from .module import FSDPModule, buffers_of, unwrapped
 
 T = TypeVar("T")
-
-
-def _buffers(module: nn.Module) -> list[FlatBuffer]:
-    """Flat buffers of the parameters of a module and its submodules."""
-    return list({r.buffer: None for m in module.modules() for r in refs(m).values()})
 
 
 def _units(module: nn.Module) -> list[FSDPModule]:
@@ -92,7 +87,7 @@ def overlapped(module: nn.Module) -> Iterator[None]:
             f"overlapped: give one model, not {type(module).__name__}: turns among stages of a virtual pipeline are "
             "not built (docs/guides/microbatches.md)"
         )
-    buffers = _some(_buffers(module), "overlapped")
+    buffers = _some(buffers_in(module), "overlapped")
     if any(buffer.gradients.overlap is not None for buffer in buffers):
         raise ValueError("overlapped: the model is overlapped already")
     if any(buffer.spec.optional or buffer.spec.any_optional for buffer in buffers):
@@ -126,7 +121,7 @@ def keep_gradients(module: nn.Module, keep: bool = True) -> None:
         module: a sharded model, or any of its modules.
         keep: ``False`` restores the default and frees kept memory.
     """
-    for buffer in _buffers(module):
+    for buffer in buffers_in(module):
         buffer.gradients.keeps = keep
 
 
@@ -142,7 +137,7 @@ def synchronize(module: nn.Module) -> None:
     Raises:
         ValueError: nothing of the module is sharded.
     """
-    buffers = _some(_buffers(module), "synchronize")
+    buffers = _some(buffers_in(module), "synchronize")
     step_prefetch.complete(buffers)
 
 
@@ -158,7 +153,7 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
     Raises:
         ValueError: nothing of the module is sharded, or it is summoned already.
     """
-    found = _some(_buffers(module), "summon_full_params")
+    found = _some(buffers_in(module), "summon_full_params")
     if any(b.weights.summoned is not None for b in found):
         raise ValueError("summon_full_params: the parameters are summoned already")
     places = [(m, name, ref) for m in module.modules() for name, ref in refs(m).items()]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
 
-from ..buffers.flat_buffer import FlatBuffer, refs
+from ..buffers.flat_buffer import buffers_in
 from ..buffers.unreduced_gradients import reach_zero_grad
 from ..runtime.weight_parts import WeightPart, WeightParts
 from .module import unwrapped
@@ -70,8 +70,7 @@ class PipelineStage(TorchPipelineStage):
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             raise ValueError(f"mfsdp.PipelineStage: max_weight_parts={most!r}: give an integer of at least 1, or None")
         module = unwrapped(submodule)
-        found = [ref.buffer for part in module.modules() for ref in refs(part).values()]
-        self._buffers: list[FlatBuffer] = list(dict.fromkeys(found))
+        self._buffers = buffers_in(module)
         if not self._buffers:
             raise ValueError(
                 f"mfsdp.PipelineStage: nothing in {type(module).__name__} is sharded: call mfsdp.fully_shard(module, "
