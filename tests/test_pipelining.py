@@ -148,6 +148,7 @@ def given_up() -> None:
     left = [stage.dw_runner for stage in schedule._stages if stage.dw_runner]
     with pytest.raises(RuntimeError, match="was dropped, by zero_grad"):
         next(iter(left[0].values()))()
+    assert all(p.grad is None for p in waiting), "it does not wait again"
     assert pipeline.trained("InterleavedZeroBubble")["worst"] < 1e-12
 
 
