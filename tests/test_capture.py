@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from types import SimpleNamespace
 
@@ -16,7 +17,8 @@ from mfsdp.compiler.capture import return_own_meshes
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program, base_of
 from mfsdp.ir.roles import Kind
-from tests.helpers.models import CASES, MLP, Case
+from tests.helpers.models import CASES, MLP, Case, llama
+from tests.helpers.parity import whole
 from tests.helpers.toys import FIRST_STAGES
 
 
@@ -152,3 +154,36 @@ def test_a_result_has_a_mesh_of_forwards_inputs():
         gm = fx.GraphModule({}, graph)
         return_own_meshes(gm, 3)
         assert gm.graph.output_node().args[0] == (nodes[0], nodes[1], nodes[4], None, nodes[3])
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_frozen_models_that_are_checkpointed_are_one_graph(reentrant: bool, late: bool):
+    """transformers asks for gradients of embeddings by a hook, which only uncompiled reentrant checkpoints need."""
+    torch.manual_seed(0)
+    reference = llama().requires_grad_(False)
+    for layer in reference.model.layers:
+        layer.mlp.down_proj.requires_grad_(True)
+    model = copy.deepcopy(reference)
+    for each in (reference, model):
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    reference.enable_input_require_grads()
+    if not late:
+        model.enable_input_require_grads()
+    mfsdp.fully_shard(model, units=["LlamaDecoderLayer"])
+    if late:
+        model.enable_input_require_grads()
+    ids = torch.randint(67, (2, 6))
+    compiled = torch.compile(model, backend="mfsdp", fullgraph=True, options={"lowering": "eager"})
+    for call in (reference, compiled, model):
+        call(ids, labels=ids).loss.backward()
+        if call is not reference:
+            for p, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                assert (p.grad is None) == (theirs.grad is None)
+                if p.grad is not None:
+                    torch.testing.assert_close(whole(p.grad), theirs.grad)
+            model.zero_grad()
+    assert len(reference._require_grads_hooks) == len(model._require_grads_hooks) == 1
+    before = len(model.get_input_embeddings()._forward_hooks)
+    model.disable_input_require_grads()
+    assert len(model.get_input_embeddings()._forward_hooks) == before - 1

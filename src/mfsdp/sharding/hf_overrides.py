@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from ..config.patches import around
 
 
 def overrides(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """Overrides for a sharded module's class: those methods of transformers' models that it has."""
+    """Overrides for a sharded module's class: hooks, and those methods of transformers' models that it has."""
     ours: dict[str, Callable[..., Any]] = {
+        "register_forward_hook": register_forward_hook,
         "save_pretrained": save_pretrained,
         "resize_token_embeddings": resize_token_embeddings,
     }
@@ -68,6 +70,29 @@ def resize_token_embeddings(
             "resize before fully_shard"
         )
     return embeddings
+
+
+def register_forward_hook(
+    theirs: Callable[..., Any], module: nn.Module, hook: Callable[..., Any], *args: Any, **more: Any
+) -> Any:
+    """Registers a hook as `traceable`."""
+    return theirs(module, traceable(hook), *args, **more)
+
+
+def traceable(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a hook that Dynamo traces: of transformers' and peft's, the one that calls ``requires_grad_()`` on the
+    embedding's output does nothing in compiled code.
+
+    It is there for reentrant checkpointing of frozen models (`enable_input_require_grads`). Dynamo traces a checkpoint
+    as an operator, through which gradients reach adapters without it, and breaks the graph at ``requires_grad_()``.
+    """
+    if not getattr(hook, "__qualname__", "").endswith((".make_inputs_require_grads", ".make_inputs_require_grad")):
+        return hook
+
+    def uncompiled(module: nn.Module, args: Any, output: Any) -> Any:
+        return None if torch.compiler.is_compiling() else hook(module, args, output)
+
+    return functools.wraps(hook, ("__module__", "__doc__"))(uncompiled)
 
 
 def _ranks(tensor: object) -> int:

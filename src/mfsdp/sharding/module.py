@@ -192,9 +192,12 @@ def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, r
     old = type(owner)
     owner.__dict__["_mfsdp_unit"] = unit
     owner.__class__ = _subclass(old, tuple(refs(owner)), is_unit, *casts)  # type: ignore[arg-type]
+    hooks = owner._forward_hooks.copy()
+    owner._forward_hooks.update({i: hf_overrides.traceable(hook) for i, hook in hooks.items()})
 
     def back() -> None:
         owner.__class__ = old
+        owner._forward_hooks.update(hooks)
         owner.__dict__.pop("_mfsdp_unit", None)
 
     rollback.steps.append(back)
