@@ -220,6 +220,12 @@ def wait_dropped(p: Program) -> None:
 
 
 @mutation(11, "forward")
+def waited_for_twice(p: Program) -> None:
+    wait = one(p, ops.wait)
+    p.insert(ops.wait, wait.args, wait.next, role_of(wait))
+
+
+@mutation(11, "forward")
 def wait_after_first_reader(p: Program) -> None:
     one(p, torch.ops.aten.addmm.default).append(one(p, ops.wait))
 

@@ -212,8 +212,8 @@ _OF_MAIN = (ops.maxima, ops.spread, ops.cast, ops.refresh_codes, ops.probe)
 
 
 def finished(p: Program) -> Iterator[Fault]:
-    """11: the output of a collective or host copy is read only after the wait; its input lives, unwritten, until
-    then.
+    """11: the output of a collective or host copy is waited for once and read only then; its input lives, unwritten,
+    until then.
     """
     for node in p.calls(*ops.LAUNCHED):
         product, source = product_of(node), node.args[0]
@@ -225,6 +225,9 @@ def finished(p: Program) -> Iterator[Fault]:
         if wait is None:
             yield node, f"{node.name} is never waited for"
             continue
+        again = next((w for w in waits if wait < w), node)
+        if wait < again and not any(wait < u < again for u in product.users if u.target in ops.LAUNCHED):
+            yield again, f"{product.name} is waited for twice"
         for reader in p.readers(product):
             if node < reader < wait:
                 yield reader, f"{product.name} is read before it is waited for"
