@@ -174,3 +174,73 @@ def test_trl_fine_tunes_as_ddp_does(ranks, tmp_path):
     for seen in ranks.run(fine_tuned, str(tmp_path), timeout=240):
         assert len(seen["ours"]) == 15 and seen["ours"] == pytest.approx(seen["ddp"], rel=1e-5), seen
         assert seen["far"] < 1e-5 and len(seen["breaks"]) <= 1, seen
+
+
+SIZES = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "use_cache": False, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+HEADS = {**SIZES, "head_dim": 8}
+MIXTURE = {
+    **HEADS, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Bert": SIZES,
+    "Bloom": {**SIZES, "n_layer": 2, "n_head": 4},
+    "Cohere2": {**HEADS, **SLIDING},
+    "DeepseekV3": {**MIXTURE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 1},
+    "Falcon": {k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
+    "GPTNeoX": SIZES,
+    "Gemma2": {**HEADS, "query_pre_attn_scalar": 8},
+    "Gemma3Text": {**HEADS, **SLIDING, "query_pre_attn_scalar": 8},
+    "Glm4": HEADS,
+    "GptOss": {**MIXTURE, **SLIDING},
+    "Granite": SIZES,
+    "Llama4Text": {**MIXTURE, "intermediate_size_mlp": 48, "attention_chunk_size": 32},
+    "Mamba2": {**HEADS, "num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},
+    "Mistral": {**HEADS, "sliding_window": 4},
+    "ModernBert": {**SIZES, "global_attn_every_n_layers": 2, "local_attention": 8},
+    "OPT": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "Olmo2": SIZES,
+    "Phi3": SIZES,
+    "Qwen2": SIZES,
+    "Qwen3Moe": MIXTURE,
+    "SmolLM3": SIZES,
+    "Starcoder2": {**SIZES, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all train", "norms train"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_transformers_are_one_graph_and_the_unsharded_bits(family, frozen):
+    """On one rank, with layers computed again and a padded row. Frozen models also have reentrant checkpoints."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**FAMILIES[family])
+    kind = "AutoModelForMaskedLM" if family.endswith("Bert") else "AutoModelForCausalLM"
+    torch.manual_seed(0)
+    reference = getattr(transformers, kind).from_config(config, dtype=torch.float32).train()
+    if frozen:
+        for p in reference.parameters():
+            p.requires_grad_(p.dim() == 1)
+    model = copy.deepcopy(reference)
+    for each in (model, reference):
+        each.gradient_checkpointing_enable({"use_reentrant": frozen})
+    mfsdp.fully_shard(model, units="auto")
+    ids, mask = torch.randint(3, 67, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
+    mask[1, 9:] = 0
+    labels = ids.where(mask.bool(), -100)
+    torch._dynamo.reset()
+    counters.clear()
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
+    losses = [each(input_ids=ids, attention_mask=mask, labels=labels).loss for each in (run, reference)]
+    for loss in losses:
+        loss.backward()
+    assert graphs() == {"graphs": 1, "breaks": []} and torch.equal(*losses)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(whole(p.grad), q.grad), name
