@@ -184,6 +184,18 @@ def test_schedules_of_one_stage():
     assert halves["backward input"] + halves["backward weight"] == pytest.approx(whole, rel=0.25)
 
 
+def test_persistent_parameters_are_gathered_once():
+    report = mfsdp.explain(
+        part(2), (X,), world=2, hardware=PLAIN, microbatches=4, stages=2, schedule="GPipe", strategy=2, suggest=False,
+        **GIVEN,
+    )  # fmt: skip
+    gathers = {v.phase: sum(x.end > x.start for x in v.lines if x.lane == "G") for v in report.views}
+    assert gathers.pop("first forward") == 2 and not any(gathers.values())
+    assert {v.phase: v.runs for v in report.views} == {
+        "first forward": 1, "forward": 3, "backward": 3, "last backward": 1,
+    }  # fmt: skip
+
+
 def test_without_the_split_zero_bubble_has_bubbles():
     options = GIVEN | {"options": {**GIVEN["options"], "split_backward": False}}
     given = {"world": 1, "hardware": FREE, "microbatches": 4, "stages": 2, "schedule": "InterleavedZeroBubble",
@@ -197,8 +209,8 @@ def test_without_the_split_zero_bubble_has_bubbles():
 def test_unequal_stages_and_the_page():
     first, second = part(1), part(3)
     report = mfsdp.explain(
-        [first, second], (X,), world=2, hardware=PLAIN, microbatches=4, suggest=False, schedule="1F1B", **GIVEN
-    )
+        [first, second], (X,), world=2, hardware=PLAIN, microbatches=4, schedule="1F1B", **GIVEN
+    )  # with suggestions
     quick, slow = report.pipeline.ranks
     assert slow.computing > 2 * quick.computing and quick.bubble > slow.bubble
     computed = {s.action: s.end - s.start for s in report.pipeline.spans if not s.is_message}

@@ -116,10 +116,10 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=4)
     parser.add_argument("--rate", default="400mbit", help="of each rank's link")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a microbatch")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a microbatch")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--ms", type=float, default=100, help="of a rank's forward of a microbatch")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ms", type=float, default=240, help="of a rank's forward of a microbatch")
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--schedules", default="1F1B,InterleavedZeroBubble,ZBVZeroBubble")
     parser.add_argument("--result", type=Path, default=None, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -220,12 +220,12 @@ def main() -> None:
         f"{args.world} ranks, {args.rate}, {args.microbatches} microbatches, forward {args.ms:g} ms; a message takes "
         f"{1e3 * seconds:.1f} ms, as part of a gather {1e3 * gathered:.1f}"
     )
+    print("fastest steps:\n")
     print("| schedule | step, s | explain | bubble, mean of ranks | explain | by rank | explain |")
     print("|---|---|---|---|---|---|---|")
     for name, x in found.items():
-        step, said = statistics.median(x["steps"]), x["bubbles"]
-        busy = [[1 - b / s for b in ranks] for ranks, s in zip(x["busy"], x["steps"], strict=True)]
-        bubbles = [statistics.median(column) for column in zip(*busy, strict=True)]
+        step, said = min(x["steps"]), x["bubbles"]
+        bubbles = [1 - busy / step for busy in x["busy"][x["steps"].index(step)]]
         mean, expected = statistics.mean(bubbles), statistics.mean(said)
         print(
             f"| {name} | {step:.3f} | {x['said']:.3f} ({x['said'] / step - 1:+.1%}) "

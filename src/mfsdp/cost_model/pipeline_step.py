@@ -195,7 +195,8 @@ def pipelined(stages: Sequence[Stage], schedule: Schedule, name: str) -> StepDat
         stages[0].alone,
         name=name, views=views, ledger=memories[shown].ledger(mine, phase, line), optimizer=optimizer,
         step=time + optimizer, bubble=time - ranks[shown].computing, stages=[m.peak for m in memories],
-        compute=compute + optimizer, flops=sum(x.alone.flops for x in mine), schedule=str(schedule), pipeline=run,
+        compute=compute + optimizer,
+        flops=sum(x.alone.flops for x in stages) // len(ranks), schedule=str(schedule), pipeline=run,
         warnings=list(_warnings(memories, stages[0].alone.machine)),
     )  # fmt: skip
 

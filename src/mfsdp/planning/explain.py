@@ -234,7 +234,8 @@ class Explainer:
 
     def suggestions(self, asked: Question, report: Report) -> list[Suggestion]:
         """Changes that make the step faster, or make it fit, the best first."""
-        asked = _planned(asked, self._trace(asked))
+        first = self if asked.schedule.schedule is None else self._explainers(asked)[0]
+        asked = _planned(asked, first._trace(asked))
         found = []
         for text, changed in _ideas(asked, report):
             doing(f"trying {text}")
