@@ -85,8 +85,8 @@ def orders(name: str, stages: int, per_rank: int, microbatches: int) -> list[Ord
 
 def _torch_schedule(name: str, ranks: int, per_rank: int, microbatches: int) -> Any:
     """Returns torch's schedule object, without process group: its constructor reads only numbers of its stages. Private
-    in torch (``pipeline_order``, ``pipeline_order_with_comms``, their actions); tried on 2.13 and 2.15, of 2.11 to 2.15
-    that are supported.
+    in torch (``pipeline_order``, ``pipeline_order_with_comms``, their actions); tried on 2.11, 2.13 and 2.15, of 2.11
+    to 2.15 that are supported.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
 
