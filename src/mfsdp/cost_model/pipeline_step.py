@@ -147,6 +147,8 @@ def _variants(part: Part, machine: Hardware, held: bool) -> tuple[Part, Part]:
     less: dict[Node, OpTime] = {}
     free = Transfer(0.0, 0.0)
     skipped = {node for node in part.times if _once(node)}
+    if any(node.target in (ops.reduce_scatter, ops.all_reduce) for node in skipped):
+        skipped |= {node for node in part.times if node.target is ops.accumulate}
     for node, time in part.times.items():
         adds = held and node.target is ops.hold
         time = replace(time, seconds=3 * nbytes(node.args[1].meta["val"]) / rate) if adds else time  # type: ignore[union-attr]
@@ -159,8 +161,8 @@ def _variants(part: Part, machine: Hardware, held: bool) -> tuple[Part, Part]:
 
 
 def _once(node: Node) -> bool:
-    """Whether a line runs once per step: refreshes, reductions and the addition to accumulators."""
-    once = is_kind(node, Kind.REFRESH, Kind.CODES, Kind.GSHARD, Kind.GOUTER, Kind.ALL_REDUCE, Kind.ACCUMULATE)
+    """Whether a line runs once per step: refreshes and reductions."""
+    once = is_kind(node, Kind.REFRESH, Kind.CODES, Kind.GSHARD, Kind.GOUTER, Kind.ALL_REDUCE)
     return once and node.target is not ops.wait
 
 
