@@ -75,14 +75,17 @@ def _budget(text: str) -> int:
 def explain(commands: Commands) -> None:
     text = "what a training step will do, cost and hold; without process groups, GPUs or memory for the model"
     add = command(commands, "explain", text, _explain)
-    add("model", help="package.module:factory (gives a model, or (model, args, kwargs)), or a Hugging Face config.json")
+    add("model", help="package.module:factory (gives a model, or (model, args, kwargs); also a list of pipeline stages "
+        "for model), or a Hugging Face config.json")  # fmt: skip
     add("--world", help="ranks (default: 8). Most settings take a comma-separated list, 8,64,512, and give a table")
     add("--mesh-shape", help="outer x shard ranks instead: 128x8")
     add("--hardware", default="h100", help=f"{', '.join(KNOWN)}, or a JSON file (default: h100)")
     add("--microbatches", help="microbatches per step (default: the value of --together)")
     add("--together", help="microbatches in one program, mfsdp.together (default: 1)")
     add("--overlapped", help="true or false: backwards run beside the next forward, mfsdp.overlapped (default: false)")
-    add("--stages", help="number of equal pipeline stages; the model is one of them (default: 1)")
+    add("--stages", help="number of pipeline stages; the model is one of them, or a list of all (default: 1)")
+    add("--schedule", help="torch's schedule of the stages, simulated with sends: 1F1B, ZBVZeroBubble, ...")
+    add("--stages-per-rank", help="of the schedule (default: 2 if it takes several, else 1)")
     add("--slowest", help="compute time of the slowest rank relative to the others (default: 1)")
     add("--prices", help='JSON file with the price of one rank per hour: {"h100": 2.5}')
     add_model_options(add)
@@ -114,7 +117,8 @@ def _explain(args: argparse.Namespace) -> None:
     several: dict[str, Any] = {}
     kinds: dict[str, Callable[[str], Any]] = {
         "strategy": _strategy, "outer_strategy": str, "reshard_after_forward": _truth,
-        "microbatches": int, "together": int, "overlapped": _truth, "stages": int, "slowest": float,
+        "microbatches": int, "together": int, "overlapped": _truth, "stages": int, "schedule": str,
+        "stages_per_rank": int, "slowest": float,
     }  # fmt: skip
     for name, kind in kinds.items():
         if getattr(args, name) is not None:
@@ -211,9 +215,10 @@ def model_of(target: str, batch: int, length: int) -> Example:
         raise ValueError(f"{target!r} cannot be called without arguments: {error}") from error
     if isinstance(made, torch.nn.Module):
         return Example(made, (torch.zeros(batch, length, dtype=torch.long),), {}, None)
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], (torch.nn.Module, list)):
         raise ValueError(f"{target!r} gives a {type(made).__name__}: return a model, or (model, args, kwargs)")
     model, args, kwargs = (*made, {})[:3]
+    model = torch.nn.ModuleList(model) if isinstance(model, list) else model
     return Example(model, tuple(args), dict(kwargs), None)
 
 

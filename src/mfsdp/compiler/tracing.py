@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from ..buffers.flat_buffer import refs
+from ..buffers.flat_buffer import buffers_in, refs
 from ..dtensor.mesh import TENSOR
 from ..dtensor.shard_spec import local_mesh
 from ..dtensor.tp_shards import sizes_along
@@ -62,6 +62,7 @@ def trace(
     name: str | None = None,
     lowering: str = "eager",
     together: int = 1,
+    hold: bool = False,
     **sharding: Any,
 ) -> Programs:
     """Returns the forward and backward programs of a model as ``world`` ranks would run them, before any pass.
@@ -78,6 +79,7 @@ def trace(
         lowering: ``"eager"`` keeps operators as autograd wrote them, ``"inductor"`` applies Inductor's decompositions.
         together: microbatches in one program, as with `mfsdp.together`; then the passes are
             ``mfsdp.pipeline.table(interleave=True)``.
+        hold: whether gradients may be added up unreduced, as in `mfsdp.PipelineStage`.
         **sharding: arguments of `mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
 
     Raises:
@@ -93,6 +95,9 @@ def trace(
     meta = clone.model
     _shard(model, clone, world, mesh_shape, sharding)
     _settings(model, meta)
+    for buffer in buffers_in(meta) if hold else ():
+        if buffer.spec.world > 1:
+            buffer.respec(hold=True)
     kind = type(meta)
     forward = own_code(kind.forward, kind.__name__)  # so that traces do not count as recompilations of the model
     meta.__class__ = type(kind.__name__, (kind,), {"forward": forward})

@@ -275,6 +275,14 @@ def transfer(kind: str, nbytes: float, group: Group, machine: Hardware) -> Trans
     return min(ring, tree, key=lambda t: t.seconds)
 
 
+def message(nbytes: float, machine: Hardware, across: bool) -> Transfer:
+    """Returns the cost of a message to another rank; ``across``: of another node."""
+    link = machine.between if across else machine.inside
+    moving = nbytes / (link.bandwidth * machine.reached_bandwidth)
+    taken = link.cpu * nbytes + link.slows * moving
+    return Transfer(link.latency, moving, taken, link.restart * moving, "between" if across else "inside")
+
+
 def host_copy(nbytes: float, machine: Hardware, back: bool = False) -> Transfer:
     """Returns the cost of a copy to the host, or back. Copies share a link only with copies in the same direction."""
     moving = nbytes / machine.host.bandwidth

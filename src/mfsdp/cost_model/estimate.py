@@ -44,6 +44,7 @@ def estimate(
     mesh_shape: tuple[int, ...] | None = None,
     axes: Mapping[str, int] | None = None,
     schedule: Schedule | None = None,
+    parts: list[Part] | None = None,
 ) -> StepData:
     """Returns the predicted time and memory of a step.
 
@@ -62,10 +63,11 @@ def estimate(
         mesh_shape: shape of a two-level mesh.
         axes: tensor-parallel axes and their sizes.
         schedule: schedule of the microbatches; one microbatch by default.
+        parts: of `parts_of`, if they are known already.
     """
     schedule = schedule or Schedule()
     fused = options.lowering != "eager"
-    parts = _parts(programs, stages, machine, fused, profile, schedule)
+    parts = parts or parts_of(programs, stages, machine, fused, profile, schedule)
     merged = len(parts) > len(programs)
     accounts = [
         ledger(
@@ -119,9 +121,12 @@ class Schedule:
     overlapped: bool = False
     """Whether each backward but the last overlaps with the next forward (`mfsdp.overlapped`)."""
     stages: int = 1
-    """Number of equal pipeline stages, of which the model is one; the schedule is 1F1B."""
+    """Number of pipeline stages, of which the model is one."""
     slowest: float = 1.0
     """Compute time of the slowest rank relative to the others, which wait for it in every collective."""
+    schedule: str | None = None
+    """Schedule of the stages, one of `pipeline_schedule.SCHEDULES`; ``None``: 1F1B of equal stages, without sends."""
+    stages_per_rank: int = 1
 
     @property
     def rounds(self) -> int:
@@ -133,7 +138,8 @@ class Schedule:
         words += [f"{self.together} together"] if self.together > 1 else []
         words += ["overlapped"] if self.overlapped else []
         words = words if self.microbatches > 1 else []
-        words += [f"a stage of {self.stages}"] if self.stages > 1 else []
+        words += [f"a stage of {self.stages}"] if self.stages > 1 and self.schedule is None else []
+        words += [self.schedule] if self.schedule is not None else []
         words += [f"the slowest rank computes {self.slowest:g} times as long"] if self.slowest > 1 else []
         return ", ".join(words)
 
@@ -145,7 +151,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A program of the step."""
 
     program: Program
@@ -159,21 +165,21 @@ class _Part:
         return bool(self.stages and self.stages[-1].listing)
 
 
-def _reserved(account: Ledger, parts: Sequence[_Part], fused: bool) -> Ledger:
+def _reserved(account: Ledger, parts: Sequence[Part], fused: bool) -> Ledger:
     """Returns the account with what CUDA's caching allocator reserves for it."""
     run = [part.program for part in parts]
     allocator = replayed(account.tensors, run, account.temporaries, fused, first=account.first)
     return replace(account, blocks=allocator.most, reserved=allocator.reserved)
 
 
-def _parts(
+def parts_of(
     programs: Sequence[Program],
     stages: Sequence[Sequence[Stage]],
     machine: Hardware,
     fused: bool,
     profile: op_cost.Measurements | None,
     schedule: Schedule,
-) -> list[_Part]:
+) -> list[Part]:
     """Returns the programs of a step with the times of their lines. Arguments as for `estimate`."""
     parts = []
     for program, done in zip(programs, stages, strict=True):
@@ -181,11 +187,11 @@ def _parts(
         times = op_cost.op_times(program, machine, fused=fused, **known)
         if schedule.slowest > 1:
             times = {node: replace(t, seconds=t.seconds * schedule.slowest) for node, t in times.items()}
-        parts.append(_Part(program, tuple(done), times, schedule.rounds))
+        parts.append(Part(program, tuple(done), times, schedule.rounds))
     return _taking_turns(parts) if schedule.overlapped else parts
 
 
-def _taking_turns(parts: list[_Part]) -> list[_Part]:
+def _taking_turns(parts: list[Part]) -> list[Part]:
     """Returns the first forward, a backward merged with the next forward, and the last backward. Returns ``parts``
     unchanged for a single round, or if forward or backward has no collective of another parallelism.
     """
@@ -201,23 +207,23 @@ def _taking_turns(parts: list[_Part]) -> list[_Part]:
     stage = Stage("merge", printer.render(program, "merge") if forward.listed else "", 0.0)
     return [
         replace(forward, runs=1),
-        _Part(program, (stage,), times, forward.runs - 1),
+        Part(program, (stage,), times, forward.runs - 1),
         replace(backward, runs=1),
     ]
 
 
-def _on_host(parts: Sequence[_Part]) -> list[Entry]:
+def _on_host(parts: Sequence[Part]) -> list[Entry]:
     """Returns the ledger's entry of activations that forward copies to the host, if there are any."""
     saved = sum(byte_costs.on_host(part.program) for part in parts if part.program.phase == "forward")
     return [Entry("activations", saved, "saved by forward, until backward")] if saved else []
 
 
-def _views(parts: Sequence[_Part], account: Ledger) -> tuple[list[View], float, float]:
+def _views(parts: Sequence[Part], account: Ledger) -> tuple[list[View], float, float]:
     """Returns the programs' views, one after another in time, and seconds in a step: all executions, their kernels."""
     views: list[View] = []
     now, step, compute = 0.0, 0.0, 0.0
     for part in parts:
-        view = View(part.program.phase, part.stages, _lines(part, account, now), part.program.units, part.runs)
+        view = View(part.program.title, part.stages, lines_of(part, account, now), part.program.units, part.runs)
         views.append(view)
         now += view.seconds
         step += view.runs * view.seconds
@@ -339,7 +345,7 @@ def _warnings(facts: StepData, buffers: Sequence[FlatBuffer], schedule: Schedule
     return out
 
 
-def _lines(part: _Part, account: Ledger, offset: float) -> tuple[Line, ...]:
+def lines_of(part: Part, account: Ledger, offset: float) -> tuple[Line, ...]:
     """Returns a program's lines with their times, from ``offset`` seconds on, and their memory."""
     program, times = part.program, part.times
     rows = byte_costs.lines(program) if part.listed else []
@@ -366,8 +372,8 @@ def _lines(part: _Part, account: Ledger, offset: float) -> tuple[Line, ...]:
                 end=offset + span.end,
                 exposed=span.exposed,
                 why=why,
-                live=account.live[program.phase].get(node.name, 0),
-                after=account.after[program.phase].get(node.name, 0),
+                live=account.live[program.title].get(node.name, 0),
+                after=account.after[program.title].get(node.name, 0),
                 flops=times[node].flops if node in times else 0,
                 source=_source(node.meta.get("stack_trace")),
             )

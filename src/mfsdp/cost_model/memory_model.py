@@ -55,15 +55,15 @@ class Ledger:
     peak: int
     """Bytes: the sum of the entries."""
     phase: str
-    """Program of the peak, or ``"optimizer"``."""
+    """Title of the program of the peak, or ``"optimizer"``."""
     line: str
     """Name of the line of the peak."""
     padding: int
     """Bytes of `peak` that belong to no parameter."""
     live: dict[str, dict[str, int]]
-    """Total bytes while a line runs, by phase and line name."""
+    """Total bytes while a line runs, by the program's title and line name."""
     after: dict[str, dict[str, int]]
-    """Total bytes after a line, by phase and line name."""
+    """Total bytes after a line, by the program's title and line name."""
     lasting: int = 0
     """Bytes held throughout the step, with static buffers."""
     at_step: int = 0
@@ -190,7 +190,7 @@ def ledger(
             Entry("gathered ahead", early, "of forward, behind fully_shard_optimizer's step"),
         ]
     else:
-        peak, phase, line = top.nbytes, top.program.phase, top.row.node.name
+        peak, phase, line = top.nbytes, top.program.title, top.row.node.name
         changing = _entries_at(top, accumulated, in_flight, waiting, first)
     entries = [*held.entries(optimizer + (", two rooms for what is on the host" if streamed else ""), fixed), *changing]
     padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers)
@@ -280,8 +280,8 @@ def _totals(
     for p in programs:
         rows = lines(p, fusion.fused(p) if fused else (), accumulators=first)
         base = held - sum(p.slots.values())
-        live[p.phase] = {row.node.name: base + row.top for row in rows}
-        after[p.phase] = {row.node.name: base + row.live for row in rows}
+        live[p.title] = {row.node.name: base + row.top for row in rows}
+        after[p.title] = {row.node.name: base + row.live for row in rows}
         highest = max(rows, key=lambda row: row.top, default=None)
         if highest is not None and (top is None or base + highest.top > top.nbytes):
             top = _Top(base + highest.top, p, highest)

@@ -11,6 +11,7 @@ from ..config.plans import Plan
 from ..config.units import Unit
 from ..pipeline import Stage
 from .memory_model import Ledger
+from .pipeline_schedule import Span
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,39 @@ class Suggestion:
     """Peak bytes with it."""
 
 
+@dataclass(frozen=True)
+class PipelineRank:
+    """What one rank of each pipeline does in a step."""
+
+    stages: tuple[int, ...]
+    computing: float
+    """Seconds in which its programs run, their exposed collectives included."""
+    bubble: float
+    """Share of the schedule's time in which none of them runs."""
+    peak: int
+    """Peak bytes."""
+    in_flight: int
+    """Most microbatches of a stage whose activations it holds."""
+    waiting: int
+    """Most microbatches whose weight parts wait."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A simulated schedule of a pipeline (`mfsdp.cost_model.pipeline_schedule`)."""
+
+    schedule: str
+    seconds: float
+    """Seconds until the last rank has computed its gradients."""
+    ranks: tuple[PipelineRank, ...]
+    spans: tuple[Span, ...]
+    """Actions and messages of all ranks."""
+    shown: int
+    """The rank with the highest peak: the other fields of the report are of it."""
+    sending: float
+    """Seconds of all messages that this rank sends."""
+
+
 @dataclass
 class StepData:
     """The results of `mfsdp.explain`: one field for each number that reports, charts and suggestions read."""
@@ -130,7 +164,9 @@ class StepData:
     bubble: float = 0.0
     """Seconds of the pipeline bubble: a stage waits for its first microbatch, the first stage for its last."""
     stages: list[int] = field(default_factory=list)
-    """Peak bytes of each pipeline stage; the first stage holds activations of the most microbatches."""
+    """Peak bytes of each rank of a pipeline; under 1F1B the first holds activations of the most microbatches."""
+    pipeline: Pipeline | None = None
+    """The schedule of all stages, if one was asked for."""
     price: float = 0.0
     """Price of a rank per hour; 0: not known."""
     matrices: tuple[str, str] = ("", "")
@@ -205,7 +241,9 @@ class StepData:
     @property
     def grid(self) -> str:
         """Text of the mesh: ``[2, 64] x tp 8``."""
-        stages = [f"{len(self.stages)} stages"] if len(self.stages) > 1 else []
+        number = sum(len(r.stages) for r in self.pipeline.ranks) if self.pipeline else len(self.stages)
+        on = f" on {len(self.stages)}" if number > len(self.stages) else ""
+        stages = [f"{number} stages{on}"] if number > 1 else []
         return " x ".join([str(list(self.mesh_shape)), *(f"{name} {n}" for name, n in self.beside.items()), *stages])
 
     @property

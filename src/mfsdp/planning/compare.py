@@ -13,10 +13,10 @@ from torch import nn
 from .. import pipeline
 from ..config.best_effort import doing
 from ..reports.report import Comparison
-from .explain import Explainer, explain
+from .explain import Explainer, explain, stages_of
 from .question import LISTS, Question, kernels_of, machine_of, prices_of, question
 
-_SCHEDULE = ("microbatches", "together", "overlapped", "stages", "slowest")
+_SCHEDULE = ("microbatches", "together", "overlapped", "stages", "schedule", "stages_per_rank", "slowest")
 _STEP = ("world", "mesh_shape", "hardware", *_SCHEDULE)
 """Arguments of `explain` that may vary, in the order of a table's columns; options and `fully_shard`'s come behind."""
 _SINGLE = ("prices", "optimizer", "stepping", "profile", "kernels")
@@ -25,7 +25,7 @@ _DEFAULTS = {n: p.default for n, p in inspect.signature(explain).parameters.item
 
 
 def compare(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     args: tuple[object, ...] = (),
     kwargs: Mapping[str, object] | None = None,
     *,
@@ -61,6 +61,7 @@ def compare(
     for chosen in itertools.product(*(values for axis in axes for values, _ in axis.values())):
         rest = iter(chosen)
         step, their, sharding = ({name: next(rest) for name in axis} for axis in axes)
+        step["stages"], step["schedule"] = stages_of(model, step["stages"], step["schedule"])
         questions.append(question(**step, **single, options=their, sharding=sharding))
     explainer = Explainer(model, args, kwargs)
     reports = []

@@ -18,16 +18,19 @@ from ..config.best_effort import doing
 from ..config.hardware import undisturbed
 from ..cost_model import whole_matrices
 from ..cost_model.auto_prefetch import AutoPrefetch, always
-from ..cost_model.estimate import estimate
+from ..cost_model.estimate import Part, estimate, parts_of
 from ..cost_model.kernel_timings import Kernels
 from ..cost_model.memory_model import OPTIMIZER_STATES, STEPPING, Entry
 from ..cost_model.offload_schedule import OffloadTiming
 from ..cost_model.op_cost import Measurements
+from ..cost_model.pipeline_schedule import SPLITTING
+from ..cost_model.pipeline_step import Boundary, Stage, pipelined, stage_of
 from ..cost_model.step_data import StepData, Suggestion
 from ..dtensor.mesh import TENSOR
 from ..dtensor.tp_shards import sizes_along
 from ..ir.program import Program
 from ..ir.roles import Kind
+from ..ir.split_backward import split_backward
 from ..reports.report import Report
 from ..sharding import materialize
 from ..sharding.module import FSDPModule
@@ -38,7 +41,7 @@ GAIN = 0.01
 
 
 def explain(
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     args: tuple[object, ...] = (),
     kwargs: Mapping[str, object] | None = None,
     *,
@@ -48,7 +51,9 @@ def explain(
     microbatches: int | None = None,
     together: int = 1,
     overlapped: bool = False,
-    stages: int = 1,
+    stages: int | None = None,
+    schedule: str | None = None,
+    stages_per_rank: int | None = None,
     slowest: float = 1.0,
     prices: Prices | None = None,
     options: Mapping[str, object] | None = None,
@@ -63,8 +68,10 @@ def explain(
     memory for the model.
 
     Args:
-        model: any module, on the meta device or not, sharded or not; it is not changed.
-        args, kwargs: example inputs of one rank, one microbatch. Values do not matter.
+        model: any module, on the meta device or not, sharded or not; it is not changed. For a pipeline, one of its
+            equal stages or a list of all stages, in order.
+        args, kwargs: example inputs of one rank, one microbatch. Values do not matter. Of a list of stages, ``args``
+            are the first one's; the others get what the one before returns. All get ``kwargs``.
         world: number of ranks. Default: those of a model that is sharded over several, else 8.
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
         hardware: a name in `mfsdp.config.hardware.KNOWN`, a JSON file, ``"this"`` (`mfsdp.measure`), or a
@@ -72,8 +79,13 @@ def explain(
         microbatches: of one step; gradients are reduced in the backward of each. Default: ``together``.
         together: how many of them `mfsdp.together` puts into one program.
         overlapped: whether the step runs under `mfsdp.overlapped`.
-        stages: of a 1F1B pipeline of equal stages on ``world`` ranks each; the model is one of them. What stages send
-            to each other is not counted.
+        stages: number of stages of a pipeline, with ``world`` ranks for each stage of a rank. Default: as many as
+            there are in the list, else 1. Without ``schedule``: of a 1F1B pipeline of equal stages, in which what they
+            send takes no time.
+        schedule: simulates the pipeline as `mfsdp.PipelineStage` runs it under one of torch's schedules, by name
+            (`mfsdp.cost_model.pipeline_schedule.SCHEDULES`): sends, receives, and memory of each rank. A schedule that
+            splits backwards sets the option ``split_backward`` unless it is given. Default for a list: ``"1F1B"``.
+        stages_per_rank: of the schedule. Default: 2 if the schedule takes several, else 1.
         slowest: how many times as long the slowest rank computes; the others wait for it in every collective.
         prices: of a rank and an hour by name of the hardware, a mapping or a JSON file.
         options: options of the backend.
@@ -87,13 +99,16 @@ def explain(
         **sharding: arguments of `mfsdp.fully_shard`; none if the model is sharded already.
 
     Raises:
-        ValueError: bad arguments; several values of one (`mfsdp.compare` takes lists).
+        ValueError: bad arguments, also numbers of stages and microbatches that torch's schedule refuses; several
+            values of one (`mfsdp.compare` takes lists).
         RuntimeError: Dynamo finds a graph break in the model (its own error, which names the place).
     """
+    stages, schedule = stages_of(model, stages, schedule)
     asked = question(
         world=world, mesh_shape=mesh_shape, hardware=hardware, microbatches=microbatches, together=together,
-        overlapped=overlapped, stages=stages, slowest=slowest, prices=prices, options=options, optimizer=optimizer,
-        stepping=stepping, profile=profile, kernels=kernels, sharding=sharding,
+        overlapped=overlapped, stages=stages, schedule=schedule, stages_per_rank=stages_per_rank, slowest=slowest,
+        prices=prices, options=options, optimizer=optimizer, stepping=stepping, profile=profile, kernels=kernels,
+        sharding=sharding,
     )  # fmt: skip
     explainer = Explainer(model, args, kwargs)
     report = explainer.report(asked)
@@ -102,26 +117,58 @@ def explain(
     return report
 
 
+def stages_of(
+    model: nn.Module | Sequence[nn.Module], stages: int | None, schedule: str | None
+) -> tuple[int, str | None]:
+    """Returns the number of stages and their schedule.
+
+    Raises:
+        ValueError: a list of stages is empty or has another length.
+    """
+    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+        return 1 if stages is None else stages, schedule
+    number = len(model)
+    if not number or stages not in (None, number) or not all(isinstance(m, nn.Module) for m in model):
+        raise ValueError(f"explain: stages={stages!r} and a list of {number}: give all stages of the pipeline, modules")
+    return number, schedule or "1F1B"
+
+
 @dataclass
 class Explainer:
     """Answers questions about one model, each from what the ones before have in common with it."""
 
-    model: nn.Module
+    model: nn.Module | Sequence[nn.Module]
+    """A module, or all stages of a pipeline."""
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, object] | None = None
     _traces: dict[tuple[object, ...], Programs] = field(default_factory=dict)
     _programs: dict[tuple[object, ...], tuple[list[Program], list[pipeline.Stages]]] = field(default_factory=dict)
     """Programs after the passes, and what the passes did."""
+    _stages: list[Explainer] = field(default_factory=list)
+    """Those of a pipeline's stages."""
 
     def report(self, asked: Question, listings: bool = True) -> Report:
         """The prediction of one step; ``listings``: whether to render the programs and to check them."""
+        if asked.schedule.schedule is None:
+            data = self._alone(asked, listings)[0]
+        else:
+            explainers = self._explainers(asked)
+            known = {id(e): e._stage(asked, listings) for e in explainers}
+            stages = [known[id(e)] for e in explainers]
+            data = pipelined(stages, asked.schedule, stages[0].alone.name)
+            data.notes = list(dict.fromkeys(text for stage in stages for text in stage.alone.notes))
+        data.price = asked.price
+        return Report(**{f.name: getattr(data, f.name) for f in fields(StepData)})
+
+    def _alone(self, asked: Question, listings: bool) -> tuple[StepData, list[Part], list[FlatBuffer]]:
+        """The prediction of a step without other stages, its timed programs and its buffers."""
         traced = self._trace(asked)
         asked = _planned(asked, traced)
         o, hardware, measured = asked.options, asked.hardware, asked.measured
         steps = {"optimizer": asked.optimizer, "stepping": asked.stepping or "whole"}
         other, plain = unsharded(traced.model)
         buffers = buffers_of(traced.model)
-        batch = [x for x in pytree.tree_leaves((self.args, dict(self.kwargs or {}))) if isinstance(x, torch.Tensor)]
+        batch = self._batch()
         machine = undisturbed(hardware) if getattr(measured, "contended", False) else hardware
         plan = traced.capture.plan if traced.capture is not None else None
         timing = None
@@ -132,23 +179,63 @@ class Explainer:
             size = sum(x.nbytes for x in batch)
             held = always(buffers, inputs=size, other=other, plain=plain, **steps)
             decide = AutoPrefetch(machine, o, hardware.cuda, held, measured, timing)
-        programs, stages = self._run_passes(asked, traced, decide, timing, listings)
+        programs, listed = self._run_passes(asked, traced, decide, timing, listings)
+        schedule = asked.schedule if asked.schedule.schedule is None else replace(asked.schedule, stages=1)
+        parts = parts_of(programs, listed, machine, o.lowering != "eager", measured, schedule)
         data = estimate(
-            programs, stages, buffers, batch,
+            programs, listed, buffers, batch,
             machine=machine, options=o, other=other, plain=plain, profile=measured, **steps,
-            mesh_shape=asked.mesh_shape, axes=_tensor_axes(traced.model), schedule=asked.schedule,
+            mesh_shape=asked.mesh_shape, axes=_tensor_axes(traced.model), schedule=schedule, parts=parts,
         )  # fmt: skip
         data.plan, data.notes = plan, list(dict.fromkeys(text for p in programs for text in p.remarks))
         if traced.model is not None:
             again = asked.sharding.get("param_init_fn") is not None
             occasions = _occasions(traced.model, buffers, asked.optimizer, again)
             data.ledger = replace(data.ledger, occasions=occasions)
-        data.price = asked.price
-        return Report(**{f.name: getattr(data, f.name) for f in fields(StepData)})
+        return data, parts, buffers
+
+    def _batch(self) -> list[torch.Tensor]:
+        return [x for x in pytree.tree_leaves((self.args, dict(self.kwargs or {}))) if isinstance(x, torch.Tensor)]
+
+    def _explainers(self, asked: Question) -> list[Explainer]:
+        """Those of all stages; equal ones share one.
+
+        Raises:
+            ValueError: a single stage stands for all, and gets nothing that has a gradient.
+        """
+        if isinstance(self.model, nn.Module) and not isinstance(self.model, nn.ModuleList):
+            if not self._stages:
+                args = pytree.tree_map(_with_gradient, tuple(self.args))
+                self._stages.append(Explainer(self.model, args, self.kwargs))
+            leaves = [x for x in pytree.tree_leaves(self.args) if isinstance(x, torch.Tensor)]
+            floating = any(x.is_floating_point() for x in leaves)
+            if asked.schedule.schedule in SPLITTING and not floating:
+                raise ValueError(
+                    f"explain: schedule={asked.schedule.schedule!r}: one stage stands for all, and its inputs have no "
+                    "gradient; give activations to a stage from the middle, or a list of all stages"
+                )
+            return self._stages * asked.schedule.stages
+        args, before = self.args, None
+        for module in self.model if not self._stages else ():
+            if before is None or module is not before.model or _meta(args) != _meta(before.args):
+                before = Explainer(module, args, self.kwargs)
+            self._stages.append(before)
+            args = _outputs(before._trace(asked))
+        return self._stages
+
+    def _stage(self, asked: Question, listings: bool) -> Stage:
+        """What this model costs as a stage of a pipeline."""
+        data, parts, buffers = self._alone(asked, listings)
+        traced = self._trace(asked)
+        if traced.forward is None or traced.backward is None:
+            raise ValueError(f"explain: the stage {data.name} is not trained: nothing requires gradients")
+        boundary = Boundary.of(traced.forward, sum(x.nbytes for x in self._batch()))
+        return stage_of(data, parts, buffers, boundary, asked.schedule.rounds)
 
     def suggestions(self, asked: Question, report: Report) -> list[Suggestion]:
         """Changes that make the step faster, or make it fit, the best first."""
-        asked = _planned(asked, self._trace(asked))
+        first = self if asked.schedule.schedule is None else self._explainers(asked)[0]
+        asked = _planned(asked, first._trace(asked))
         found = []
         for text, changed in _ideas(asked, report):
             doing(f"trying {text}")
@@ -163,10 +250,12 @@ class Explainer:
 
     def _trace(self, asked: Question) -> Programs:
         if asked.trace_key not in self._traces:
+            assert isinstance(self.model, nn.Module)
             doing(f"tracing {type(self.model).__name__}")
             self._traces[asked.trace_key] = trace(
                 self.model, self.args, self.kwargs, world=asked.world, mesh_shape=asked.mesh_shape,
-                lowering=asked.options.lowering, together=asked.schedule.together, **asked.sharding,
+                lowering=asked.options.lowering, together=asked.schedule.together,
+                hold=asked.schedule.schedule is not None, **asked.sharding,
             )  # fmt: skip
         return self._traces[asked.trace_key]
 
@@ -179,17 +268,47 @@ class Explainer:
         listings: bool,
     ) -> tuple[list[Program], list[pipeline.Stages]]:
         o, cuda = asked.options, asked.hardware.cuda
-        key = (*asked.trace_key, str(o), cuda, asked if decide or timing else None)
+        splits = o.split_backward and asked.schedule.schedule in SPLITTING
+        key = (*asked.trace_key, str(o), cuda, splits, asked if decide or timing else None)
         if key not in self._programs:
             doing("running the passes")
             table = pipeline.chosen(o, cuda, decide, timing)
-            programs = [original.copy() for original in traced]
+            programs = [part for original in traced for part in _copies(original, splits)]
             checked = o.check and listings  # a suggestion is checked when somebody asks for it
             stages = [pipeline.run(p, upto=o.upto, passes=table, checked=checked, listings=listings) for p in programs]
             if not listings:
                 return programs, stages
             self._programs[key] = programs, stages
         return self._programs[key]
+
+
+def _copies(program: Program, splits: bool) -> list[Program]:
+    """A copy of the program, or of the parts of a backward that the schedule splits."""
+    split = split_backward(program) if splits and program.phase == "backward" else None
+    if split is not None:
+        return [split.input, split.weight]
+    copy = program.copy()
+    if splits and program.phase == "backward":
+        copy.remarks = [*copy.remarks, "split_backward: the weight part cannot be separate"]
+    return [copy]
+
+
+def _with_gradient(x: Any) -> Any:
+    """What a stage receives: activations have gradients."""
+    return x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def _outputs(traced: Programs) -> tuple[torch.Tensor, ...]:
+    """What the next stage gets: outputs as they are traced, on the meta device."""
+    if traced.forward is None:
+        return ()
+    values = [node.meta["val"] for node in traced.forward.results()[: traced.forward.returned]]
+    return tuple(_with_gradient(torch.empty(tuple(v.shape), dtype=v.dtype, device="meta")) for v in values)
+
+
+def _meta(args: tuple[object, ...]) -> list[object]:
+    leaves = pytree.tree_leaves(args)
+    return [(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
 
 
 def _planned(asked: Question, traced: Programs) -> Question:

@@ -20,6 +20,7 @@ from ..cost_model.kernel_timings import Kernels
 from ..cost_model.machine import measure
 from ..cost_model.memory_model import check_names
 from ..cost_model.op_cost import Measured, Measurements
+from ..cost_model.pipeline_schedule import SCHEDULES, SINGLE, SPLITTING, V_SHAPED
 from ..ir.program import Program
 
 File = str | os.PathLike[str]
@@ -80,12 +81,14 @@ class Question:
     def trace_key(self) -> tuple[object, ...]:
         """Questions with the same key share a trace."""
         shared = tuple((k, id(v)) for k, v in self.sharding.items())
-        return self.world, self.mesh_shape, self.schedule.together, self.options.lowering, shared
+        piped = self.schedule.schedule is not None
+        return self.world, self.mesh_shape, self.schedule.together, piped, self.options.lowering, shared
 
 
 def question(
     *, world: int | None, mesh_shape: Sequence[int] | None, hardware: HardwareLike, microbatches: int | None,
-    together: int, overlapped: bool, stages: int, slowest: float, prices: Prices | None,
+    together: int, overlapped: bool, stages: int, schedule: str | None, stages_per_rank: int | None,
+    slowest: float, prices: Prices | None,
     options: Mapping[str, object] | None, optimizer: str, stepping: str | None, profile: Measurements | None,
     kernels: Kernels | File | None, sharding: Mapping[str, object],
 ) -> Question:  # fmt: skip
@@ -104,7 +107,7 @@ def question(
     if mesh_shape is not None and world is not None:
         raise ValueError(f"explain: world={world!r} and mesh_shape={mesh_shape!r}: give one of them")
     _one_value(world=world, hardware=hardware, microbatches=microbatches, together=together, overlapped=overlapped,
-               stages=stages, slowest=slowest,
+               stages=stages, schedule=schedule, stages_per_rank=stages_per_rank, slowest=slowest,
                **{name: value for name, value in sharding.items() if name not in LISTS})  # fmt: skip
     if mesh_shape is not None and not _is_mesh_shape(mesh_shape):
         raise ValueError(f"explain: mesh_shape={mesh_shape!r}: give (outer, shard) numbers of ranks")
@@ -114,14 +117,18 @@ def question(
     _one_value(**{name: value for name, value in given.items() if name != "passes"})
     parsed = Options.parse(given)
     pipeline.chosen(parsed)
-    schedule = _schedule(microbatches, together, overlapped, stages, slowest)
+    how = _schedule(microbatches, together, overlapped, stages, slowest)
+    if schedule is not None or stages_per_rank is not None:
+        how = _pipeline(how, schedule, stages_per_rank)
+        if schedule in SPLITTING and "split_backward" not in given:
+            parsed = replace(parsed, split_backward=True)
     machine = machine_of(hardware)
     return Question(
         world,
         None if mesh_shape is None else (mesh_shape[0], mesh_shape[1]),
         machine,
-        schedule,
-        replace(parsed, interleave=True) if schedule.together > 1 else parsed,
+        how,
+        replace(parsed, interleave=True) if how.together > 1 else parsed,
         dict(sharding),
         optimizer,
         stepping,
@@ -173,6 +180,29 @@ def _schedule(microbatches: int | None, together: int, overlapped: bool, stages:
     if stages > 1 and overlapped:
         raise ValueError(f"explain: stages={stages}, overlapped=True: a pipeline overlaps by itself; leave one out")
     return Schedule(many, together, overlapped, stages, slowest)
+
+
+def _pipeline(how: Schedule, schedule: str | None, per_rank: int | None) -> Schedule:
+    """Returns a schedule of microbatches as one of torch's over the stages.
+
+    Raises:
+        ValueError: bad arguments.
+    """
+    if schedule not in SCHEDULES:
+        why = "" if schedule is not None else f" (stages_per_rank={per_rank!r} was given)"
+        raise ValueError(f"explain: schedule={schedule!r}{why}: choose one of {', '.join(SCHEDULES)}")
+    if how.together > 1:
+        raise ValueError(f"explain: schedule={schedule!r}, together={how.together}: a pipeline takes one microbatch")
+    least, most = (1, 1) if schedule in SINGLE else (2, 2) if schedule in V_SHAPED else (1, how.stages)
+    per_rank = max(least, min(2, most)) if per_rank is None else per_rank
+    if not _is_positive(per_rank) or not least <= per_rank <= most:
+        which = f"{least}" if least == most else f"{least} to {most}"
+        raise ValueError(f"explain: stages_per_rank={per_rank!r}: {schedule} takes {which} on each rank")
+    if how.stages % per_rank:
+        raise ValueError(
+            f"explain: stages={how.stages}, schedule={schedule!r}: give a multiple of the {per_rank} stages of a rank"
+        )
+    return replace(how, schedule=schedule, stages_per_rank=per_rank)
 
 
 def prices_of(given: Prices | None) -> dict[str, float]:

@@ -21,6 +21,7 @@ from ..cost_model.step_data import WHY, StepData, View
 from ..ir.byte_costs import size
 from .charts import amount, bokeh, brief, charts, rows
 from .layouts import layout_chart
+from .pipeline_chart import pipeline_chart
 
 
 def render(report: StepData) -> str:
@@ -38,6 +39,7 @@ def render(report: StepData) -> str:
         "charts": charts(report),
         "programs": [_listings(view) for view in report.views],
         "layouts": [layout_chart(alike[0]) for alike in kinds],
+        "pipeline": None if report.pipeline is None else pipeline_chart(report.pipeline),
     }
     return page.render(
         r=report,
@@ -65,6 +67,9 @@ def _tiles(report: StepData) -> list[tuple[str, str, str, str]]:
         out.append(("tokens/s", f"{report.tokens_per_second:,.0f}", each, ""))
     if report.flops:
         out.append(("MFU", f"{report.utilization:.1%}", f"of {amount(report.machine.peak('bf16'), 'FLOP/s')}", ""))
+    if report.pipeline is not None:
+        rank = report.pipeline.ranks[report.pipeline.shown]
+        out.append(("bubble", f"{rank.bubble:.1%}", f"of rank {report.pipeline.shown}'s schedule", ""))
     room = f"{report.peak / report.machine.memory:.1%} of {size(report.machine.memory)}"
     fits = (f"fits: {room}", "good") if report.fits else (f"does not fit: {room}", "bad")
     return [*out, ("peak memory per rank", size(report.peak), *fits)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cost_model.step_data import WHY, StepData, seconds
+from ..cost_model.step_data import WHY, Pipeline, StepData, seconds
 from ..ir.byte_costs import size
 from . import chrome, page
 
@@ -17,7 +17,8 @@ class Report(StepData):
 
     def __str__(self) -> str:
         steps = [self.matrices[1]] if self.matrices[1] else []
-        return "\n".join([self.summary(), "", *(self.listing(view.phase) for view in self.views), *steps])
+        listings = dict.fromkeys(self.listing(view.phase) for view in self.views)
+        return "\n".join([self.summary(), "", *listings, *steps])
 
     def summary(self, waits: int = 8) -> str:
         """Returns the report without listings.
@@ -40,7 +41,9 @@ class Report(StepData):
             ),
             f"optimizer {seconds(self.optimizer)}" + (f"   {self.matrices[0]}" if self.matrices[0] else ""),
         ]
-        if len(self.stages) > 1:
+        if self.pipeline is not None:
+            lines += _ranks(self.pipeline, self.bubble / self.step)
+        elif len(self.stages) > 1:
             peaks = ", ".join(map(size, self.stages))
             lines.append(f"bubble    {seconds(self.bubble)}   {self.bubble / self.step:.0%}; peaks by stage: {peaks}")
         if self.tokens:
@@ -89,6 +92,20 @@ class Report(StepData):
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated step as a Chrome trace (ui.perfetto.dev and chrome://tracing open it)."""
         Path(path).write_text(chrome.chrome(self), encoding="utf-8")
+
+
+def _ranks(pipeline: Pipeline, share: float) -> list[str]:
+    """Returns the lines on a pipeline's ranks."""
+    shown = pipeline.ranks[pipeline.shown]
+    bubble = seconds(pipeline.seconds - shown.computing)
+    lines = [f"bubble    {bubble}   {share:.0%}; this is rank {pipeline.shown} of the pipeline, which sends for "
+             f"{seconds(pipeline.sending).strip()}", "",
+             "rank  stages        computes   bubble  in flight  weight parts      peak"]  # fmt: skip
+    for r, rank in enumerate(pipeline.ranks):
+        stages = ", ".join(map(str, rank.stages))
+        lines.append(f"{r:>4}  {stages:<12}{seconds(rank.computing)}   {rank.bubble:>6.1%}  {rank.in_flight:>9}  "
+                     f"{rank.waiting:>12}  {size(rank.peak):>8}")  # fmt: skip
+    return lines
 
 
 @dataclass
