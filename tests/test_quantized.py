@@ -250,6 +250,31 @@ def test_state_dicts_are_bitsandbytes_own(two_ranks, kind, tmp_path):
     two_ranks.run(saved_and_loaded, str(tmp_path), kind)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoint_whose_packed_entry_has_another_length(tmp_path):
+    """It is JSON with the nested scales' offset, a number of more or fewer digits."""
+    key = "1.base.weight.quant_state.bitsandbytes__nf4"
+    model, source = mfsdp.fully_shard(blocks("nested"), units=[Block]), other("nested")
+    while len(source.state_dict()[key]) == len(model.state_dict()[key]):
+        source[1].base = linear("nested", 192, 100, F32)
+    want, before = source(torch.ones(3, 128)), numbers(copy.deepcopy(model))
+    dcp = torch.distributed.checkpoint
+    dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path / "theirs")
+    with pytest.raises(dcp.CheckpointException, match=r"Missing key.*: model\.more"):
+        dcp.load({"model": {**model.state_dict(), "more": torch.ones(1)}}, checkpoint_id=tmp_path / "theirs")
+    alike(numbers(model), before)
+    for where in ("theirs", "ours"):
+        again = copy.deepcopy(model)
+        if where == "ours":
+            checkpoints = mfsdp.Checkpoints(tmp_path)
+            checkpoints.save(0, mfsdp.fully_shard(source, units=[Block]))
+            checkpoints.load(again)
+        else:
+            dcp.load({"model": again.state_dict()}, checkpoint_id=tmp_path / where)
+        assert torch.equal(again(torch.ones(3, 128)), want), where
+        alike(numbers(again), numbers(source))
+
+
 def test_what_does_not_fit_is_not_loaded():
     model = mfsdp.fully_shard(blocks("nested"), units=[Block])
     before = numbers(model)
