@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mfsdp
 from mfsdp import pipeline
+from mfsdp.buffers.flat_buffer import buffers_in
 from mfsdp.dtensor import bitsandbytes
+from mfsdp.dtensor.sharded_dtensor import ShardedDTensor
 from mfsdp.ir import verifier
 from mfsdp.ir.roles import Kind
 from mfsdp.ir.saved_copies import copies
@@ -248,6 +250,41 @@ def safetensors(folder: str) -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_state_dicts_are_bitsandbytes_own(two_ranks, kind, tmp_path):
     two_ranks.run(saved_and_loaded, str(tmp_path), kind)
+
+
+def streamed(kind: str, to: int | None) -> tuple[int, int, int, int]:
+    """Streams in another dtype; returns how many tensors came, how many gathers, and the bytes that they and the flat
+    buffers have. Codes and scales are exact, and no tensor is gathered by itself.
+    """
+    reference = blocks(kind, BF16)
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block])
+    sizes: list[int] = []
+    own = sync_collectives.collect
+
+    def counts(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, *rest: Any) -> Any:
+        sizes.append(ranks * shard.nbytes)
+        return own(shard, splits, ranks, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync_collectives, "collect", counts)
+        patch.delattr(ShardedDTensor, "full_tensor")
+        stream = mfsdp.stream_weights(model, F32, to=to)
+        got = dict(stream)
+    want = {n: t.to(F32) if ".base." not in n else t for n, t in reference.state_dict().items()}
+    if stream.consumes:
+        alike({name: got[name] for name in want}, want)
+        assert [tuple(m) for m in stream.metadata()] == [(n, t.dtype, tuple(t.shape)) for n, t in got.items()]
+    held = sum(b.spec.full_numel * (1 if b.weights.main.dtype is torch.uint8 else 4) for b in buffers_in(model))
+    return len(got), len(sizes), sum(sizes), held
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["nested", "bf16 storage", "int8"])
+def test_a_stream_gathers_bytes_by_unit(two_ranks, kind):
+    for to in (None, 1):
+        for rank, (got, gathers, sent, held) in enumerate(two_ranks.run(streamed, kind, to)):
+            assert (gathers, sent) == (6, held), "a buffer of bytes and one of LoRA's matrices in each of three units"
+            assert bool(got) == (to is None or rank == to)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
