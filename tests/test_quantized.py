@@ -385,6 +385,32 @@ def test_refused(name):
     assert model[1].weight is weights[1]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_torchao_has_quantized():
+    """Refused with what to use; ignored, they stay whole, and the adapters beside them train as unsharded ones do."""
+    torchao = pytest.importorskip("torchao.quantization")
+    reference = blocks("nested")
+    for block in reference:
+        block.base = nn.Linear(block.base.in_features, block.base.out_features)
+    for bits, how in ((8, torchao.Int8WeightOnlyConfig()), (4, torchao.IntxWeightOnlyConfig(torch.int4))):
+        plain = copy.deepcopy(reference)
+        torchao.quantize_(plain, how, lambda m, fqn: fqn.endswith("base"))
+        frozen = [block.base.weight.requires_grad_(False) for block in plain]
+        model = copy.deepcopy(plain)
+        weights = [block.base.weight for block in model]
+        assert all(type(w).__module__.startswith("torchao.") for w in weights), bits
+        with pytest.raises(
+            NotImplementedError, match=r"0\.base\.weight is a .* of torchao, .*use bitsandbytes' Linear4"
+        ):
+            mfsdp.fully_shard(model, units=[Block])
+        mfsdp.fully_shard(model, units=[Block], ignored_params=weights)
+        for each in (plain, model):
+            each(torch.ones(3, 128)).square().mean().backward()
+        assert model[0].base.weight is weights[0] and len(frozen) == 3
+        for name, p in plain.named_parameters():
+            assert p.grad is None or torch.equal(model.get_parameter(name).grad.full_tensor(), p.grad), (bits, name)
+
+
 def test_a_failure_half_way_is_undone(monkeypatch):
     for kind in ("nested", "bf16 storage", "int8"):
         reference = blocks(kind)
