@@ -26,14 +26,16 @@ def run(out: Path, *args: str) -> str:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_contenders_have_the_bits_of_the_unsharded_model(tmp_path):
-    chosen = "FSDP2;mfsdp, strategy 3, bf16"
+    chosen = "FSDP2;mfsdp, strategy 3, bf16;mfsdp, strategy 3, Muon"
     assert "mfsdp, strategy 3, bf16: loss" in run(tmp_path, "--steps", "6", "--only", chosen)
     rows = {r["name"]: r for r in json.loads((tmp_path / "results.json").read_text())["rows"]}
-    assert list(rows) == ["unsharded", "FSDP2", "unsharded, bf16", "FSDP2, bf16", "mfsdp, strategy 3, bf16"]
+    muon = ["unsharded, Muon", "mfsdp, strategy 3, Muon"]
+    assert list(rows) == ["unsharded", "FSDP2", *muon, "unsharded, bf16", "FSDP2, bf16", "mfsdp, strategy 3, bf16"]
     for name, row in rows.items():
         if row["against"] is not None:
             assert row["loss"] == 0 and row["weights"] == 0 and row["step"] is None, name
         assert len(row["losses"]) == 6 and row["last"] < row["first"]
+    assert rows[muon[0]]["last"] != rows["unsharded"]["last"]
     assert rows["unsharded, bf16"]["first"] != rows["unsharded"]["first"]
     assert (tmp_path / "curve.png").stat().st_size > 10_000
     assert "| never |" in (tmp_path / "table.md").read_text()

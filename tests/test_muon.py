@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -296,10 +294,8 @@ def trains(folder: str, first: int, last: int) -> tuple[float, int]:
     model = mfsdp.fully_shard(copy.deepcopy(reference), units=[GPTBlock])
     run, mine, theirs = compiled(model, "eager"), optimizers(model, True), optimizers(reference, False)
     schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.9**n) for o in (*mine, *theirs)]
-    if first:
-        weights, states = get_state_dict(model, mine)
-        dcp.load({"model": weights, "states": states}, checkpoint_id=folder)
-        set_state_dict(model, mine, model_state_dict=weights, optim_state_dict=states)
+    checkpoints = mfsdp.Checkpoints(folder)
+    assert checkpoints.load(model, mine) == (first or None)
     worst, world = 0.0, dist.get_world_size()
     for step in range(last):
         torch.manual_seed(step)
@@ -318,8 +314,7 @@ def trains(folder: str, first: int, last: int) -> tuple[float, int]:
             pairs = zip(model.parameters(), reference.parameters(), strict=True)
             worst = max(worst, *((whole(p) - q).abs().max().item() for p, q in pairs))
     if not first:
-        weights, states = get_state_dict(model, mine)
-        dcp.save({"model": weights, "states": states}, checkpoint_id=folder)
+        checkpoints.save(last, model, iter(mine))
     return worst, model._mfsdp_unit.outermost.ahead.wasted
 
 
@@ -330,6 +325,46 @@ def test_trains_saves_on_two_ranks_and_goes_on_on_three(two_ranks, three_ranks, 
         assert worst < 1e-4 and not wasted
     for worst, _ in three_ranks.run(trains, str(tmp_path), 2, 4):
         assert worst < 1e-4
+
+
+def test_a_checkpoint_of_one_that_has_stepped_and_one_that_has_not(tmp_path):
+    """Saving is no step of either: training goes on with the bits of a run that was not saved."""
+
+    def step(model: nn.Module, some: list[Any]) -> None:
+        model(torch.arange(24).view(3, 8)).float().square().mean().backward()
+        for o in some:
+            o.step()
+        model.zero_grad()
+
+    torch.manual_seed(0)
+    first, other = (mfsdp.fully_shard(GPT(tied=False), units=[GPTBlock]) for _ in range(2))
+    checkpoints = mfsdp.Checkpoints(tmp_path)
+    for number, stepped in enumerate((0, 1)):  # Muon has, then AdamW
+        a, b, c = (copy.deepcopy(m) for m in (first, first, other))
+        mine, saved, fresh = (optimizers(m, True) for m in (a, b, c))
+        step(a, mine[stepped : stepped + 1])
+        step(b, saved[stepped : stepped + 1])
+        checkpoints.save(number, b, saved)
+        assert saved[stepped].state and not saved[1 - stepped].state
+        with pytest.raises(mfsdp.CheckpointError, match=r"param_groups.0.betas"):
+            checkpoints.load(c, fresh[::-1])
+        assert checkpoints.load(c, fresh) == number
+        for m, os in ((a, mine), (b, saved), (c, fresh)):
+            step(m, os)
+        for p, q, r in zip(a.parameters(), b.parameters(), c.parameters(), strict=True):
+            assert torch.equal(whole(p), whole(q)) and torch.equal(whole(p), whole(r))
+
+
+def test_what_checkpoints_take_as_optimizers(tmp_path):
+    model = mfsdp.fully_shard(GPT(tied=False), units=[GPTBlock])
+    (muon, adamw), checkpoints = optimizers(model, True), mfsdp.Checkpoints(tmp_path)
+    for wrong in ([muon, "adamw"], torch.optim.lr_scheduler.ConstantLR(adamw)):
+        with pytest.raises(TypeError, match="is no torch.optim.Optimizer; give one, or a list"):
+            checkpoints.save(1, model, wrong)
+    twice = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"Muon and SGD hold the same parameter, of shape \["):
+        checkpoints.save(1, model, [muon, twice])
+    assert not checkpoints.steps()
 
 
 class Layers(nn.Module):

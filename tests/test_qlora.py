@@ -105,3 +105,84 @@ def test_what_peft_does_to_weights(base):
         eight.merge_adapter()
     with pytest.raises(NotImplementedError, match="DoraLinearVariant.*Use plain LoRA"):
         mfsdp.fully_shard(quantized(base, use_dora=True), units="auto")
+
+
+# Merged on the way out
+
+
+def unsharded_merge(base: str, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What peft gives of an unsharded model with weights dequantized to a dtype, and the adapters of ``model``."""
+    from bitsandbytes.functional import dequantize_4bit
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    inner = model.get_base_model()
+    for path, module in plain.named_modules():
+        layer = getattr(inner.get_submodule(path), "base_layer", None)
+        state = getattr(getattr(layer, "weight", None), "quant_state", None)
+        if state is not None:
+            module.weight.data = dequantize_4bit(layer.weight.data, state).to(dtype)
+        elif layer is not None:  # 8 bits
+            module.weight.data = (layer.weight.data.float() * (layer.weight.SCB.view(-1, 1) * (1 / 127))).to(dtype)
+    again = get_peft_model(plain, model.peft_config["default"])
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for n, p in again.named_parameters():
+        if p.requires_grad:
+            p.data = trained[n].data.clone()
+    return {n: t.to(dtype) for n, t in again.merge_and_unload().state_dict().items()}  # an embedding that trains: fp32
+
+
+def streams_merged(base: str, eight: bool, dtype: torch.dtype, to: int | None) -> list[str]:
+    from mfsdp.integrations.peft import merged
+
+    model = quantized(base, eight, modules_to_save=["embed_tokens"])
+    want = unsharded_merge(base, model, dtype)
+    faults = []
+    for name, each in (("unsharded", model), ("sharded", mfsdp.fully_shard(model, units="auto"))):
+        stream = mfsdp.stream_weights(each, to=to, convert=merged(each, dtype))
+        got = dict(stream)
+        said = {m.name: (m.dtype, m.shape) for m in stream.metadata()}
+        faults += [] if said.keys() == want.keys() else [f"{name}: {sorted(said.keys() ^ want.keys())}"]
+        faults += [f"{name}: {n}" for n in want if said[n] != (dtype, tuple(want[n].shape))]
+        if stream.consumes:
+            faults += [f"{name}: {n} differs" for n, t in want.items() if not torch.equal(got[n], t)]
+        elif got:
+            faults.append(f"{name}: {list(got)} on another rank")
+    return faults
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("eight", [False, True])
+def test_a_stream_merges_adapters_as_peft_does(two_ranks, base, eight):
+    for dtype, to in ((torch.bfloat16, 1), (torch.float32, None)):
+        assert two_ranks.run(streams_merged, base, eight, dtype, to) == [[], []]
+
+
+def test_what_is_not_merged(base):
+    from peft import IA3Config, LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from mfsdp.integrations.peft import merged
+
+    def plain() -> nn.Module:
+        return AutoModelForCausalLM.from_pretrained(base)
+
+    def lora(*targets: str, **more: Any) -> nn.Module:
+        return get_peft_model(plain(), LoraConfig(target_modules=list(targets), **more))
+
+    for model, words in (
+        (get_peft_model(plain(), IA3Config(task_type="CAUSAL_LM")), r"the model has an adapter \(IA3Model\)"),
+        (lora("q_proj", use_dora=True), r"q_proj has an adapter \(DoraLinearVariant\)"),
+        (lora("embed_tokens"), r"embed_tokens has an adapter \(Embedding\)"),
+        (lora("q_proj", trainable_token_indices=[1]), r"embed_tokens has an adapter \(TrainableTokensWrapper\)"),
+    ):
+        with pytest.raises(NotImplementedError, match=words + ".*load them with an unsharded model"):
+            merged(model, torch.bfloat16)
+    model = lora("q_proj")
+    with pytest.raises(ValueError, match="a part of .*q_proj, without '(weight|lora_A.*)'.*choose units"):
+        merged(mfsdp.fully_shard(model, units=["**.q_proj.base_layer"]), torch.bfloat16)
+    model = lora("q_proj")
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="call unmerge_adapter"):
+        merged(model, torch.bfloat16)

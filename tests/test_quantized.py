@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mfsdp
 from mfsdp import pipeline
+from mfsdp.buffers.flat_buffer import buffers_in
 from mfsdp.dtensor import bitsandbytes
+from mfsdp.dtensor.sharded_dtensor import ShardedDTensor
 from mfsdp.ir import verifier
 from mfsdp.ir.roles import Kind
 from mfsdp.ir.saved_copies import copies
@@ -250,6 +252,66 @@ def test_state_dicts_are_bitsandbytes_own(two_ranks, kind, tmp_path):
     two_ranks.run(saved_and_loaded, str(tmp_path), kind)
 
 
+def streamed(kind: str, to: int | None) -> tuple[int, int, int, int]:
+    """Streams in another dtype; returns how many tensors came, how many gathers, and the bytes that they and the flat
+    buffers have. Codes and scales are exact, and no tensor is gathered by itself.
+    """
+    reference = blocks(kind, BF16)
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block])
+    sizes: list[int] = []
+    own = sync_collectives.collect
+
+    def counts(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, *rest: Any) -> Any:
+        sizes.append(ranks * shard.nbytes)
+        return own(shard, splits, ranks, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sync_collectives, "collect", counts)
+        patch.delattr(ShardedDTensor, "full_tensor")
+        stream = mfsdp.stream_weights(model, F32, to=to)
+        got = dict(stream)
+    want = {n: t.to(F32) if ".base." not in n else t for n, t in reference.state_dict().items()}
+    if stream.consumes:
+        alike({name: got[name] for name in want}, want)
+        assert [tuple(m) for m in stream.metadata()] == [(n, t.dtype, tuple(t.shape)) for n, t in got.items()]
+    held = sum(b.spec.full_numel * (1 if b.weights.main.dtype is torch.uint8 else 4) for b in buffers_in(model))
+    return len(got), len(sizes), sum(sizes), held
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["nested", "bf16 storage", "int8"])
+def test_a_stream_gathers_bytes_by_unit(two_ranks, kind):
+    for to in (None, 1):
+        for rank, (got, gathers, sent, held) in enumerate(two_ranks.run(streamed, kind, to)):
+            assert (gathers, sent) == (6, held), "a buffer of bytes and one of LoRA's matrices in each of three units"
+            assert bool(got) == (to is None or rank == to)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoint_whose_packed_entry_has_another_length(tmp_path):
+    """It is JSON with the nested scales' offset, a number of more or fewer digits."""
+    key = "1.base.weight.quant_state.bitsandbytes__nf4"
+    model, source = mfsdp.fully_shard(blocks("nested"), units=[Block]), other("nested")
+    while len(source.state_dict()[key]) == len(model.state_dict()[key]):
+        source[1].base = linear("nested", 192, 100, F32)
+    want, before = source(torch.ones(3, 128)), numbers(copy.deepcopy(model))
+    dcp = torch.distributed.checkpoint
+    dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path / "theirs")
+    with pytest.raises(dcp.CheckpointException, match=r"Missing key.*: model\.more"):
+        dcp.load({"model": {**model.state_dict(), "more": torch.ones(1)}}, checkpoint_id=tmp_path / "theirs")
+    alike(numbers(model), before)
+    for where in ("theirs", "ours"):
+        again = copy.deepcopy(model)
+        if where == "ours":
+            checkpoints = mfsdp.Checkpoints(tmp_path)
+            checkpoints.save(0, mfsdp.fully_shard(source, units=[Block]))
+            checkpoints.load(again)
+        else:
+            dcp.load({"model": again.state_dict()}, checkpoint_id=tmp_path / where)
+        assert torch.equal(again(torch.ones(3, 128)), want), where
+        alike(numbers(again), numbers(source))
+
+
 def test_what_does_not_fit_is_not_loaded():
     model = mfsdp.fully_shard(blocks("nested"), units=[Block])
     before = numbers(model)
@@ -321,6 +383,32 @@ def test_refused(name):
     if name != "on meta":
         mfsdp.fully_shard(model, units=["*"], ignored_params=[model[1].weight])
     assert model[1].weight is weights[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_torchao_has_quantized():
+    """Refused with what to use; ignored, they stay whole, and the adapters beside them train as unsharded ones do."""
+    torchao = pytest.importorskip("torchao.quantization")
+    reference = blocks("nested")
+    for block in reference:
+        block.base = nn.Linear(block.base.in_features, block.base.out_features)
+    for bits, how in ((8, torchao.Int8WeightOnlyConfig()), (4, torchao.IntxWeightOnlyConfig(torch.int4))):
+        plain = copy.deepcopy(reference)
+        torchao.quantize_(plain, how, lambda m, fqn: fqn.endswith("base"))
+        frozen = [block.base.weight.requires_grad_(False) for block in plain]
+        model = copy.deepcopy(plain)
+        weights = [block.base.weight for block in model]
+        assert all(type(w).__module__.startswith("torchao.") for w in weights), bits
+        with pytest.raises(
+            NotImplementedError, match=r"0\.base\.weight is a .* of torchao, .*use bitsandbytes' Linear4"
+        ):
+            mfsdp.fully_shard(model, units=[Block])
+        mfsdp.fully_shard(model, units=[Block], ignored_params=weights)
+        for each in (plain, model):
+            each(torch.ones(3, 128)).square().mean().backward()
+        assert model[0].base.weight is weights[0] and len(frozen) == 3
+        for name, p in plain.named_parameters():
+            assert p.grad is None or torch.equal(model.get_parameter(name).grad.full_tensor(), p.grad), (bits, name)
 
 
 def test_a_failure_half_way_is_undone(monkeypatch):

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import mfsdp
 
@@ -33,6 +32,7 @@ from model import Block, Config, Llama
 UNSHARDED = "unsharded"
 INDUCTOR = "unsharded, Inductor"
 JOINED = "unsharded, one batch"
+MUON = "unsharded, Muon"
 
 
 def arguments() -> argparse.Namespace:
@@ -43,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="windows per process and step")
     parser.add_argument("--length", type=int, default=64, help="of a window, in tokens (bytes)")
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--muon-lr", type=float, default=0.02, help="of the blocks' matrices, where Muon steps them")
     parser.add_argument(
         "--only", default="", help="only contenders whose names contain one of these (semicolons between)"
     )
@@ -58,7 +59,6 @@ def arguments() -> argparse.Namespace:
 class Entry:
     """A model that trains. ``losses`` gives this rank's loss as a tensor to call ``backward`` of, one per batch."""
 
-    parameters: list[nn.Parameter]
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     after_backward: Callable[[], None] = lambda: None
     joined: bool = False
@@ -87,7 +87,7 @@ def unsharded(model: Any, narrow: bool = False, joined: bool = False, backend: s
             mine.grad = None
             main.grad = grad.view_as(main)
 
-    return Entry(list(model.parameters()), loss, average, joined)
+    return Entry(loss, average, joined)
 
 
 def fsdp2(model: Any, narrow: bool = False) -> Entry:
@@ -98,14 +98,14 @@ def fsdp2(model: Any, narrow: bool = False) -> Entry:
     for block in model.blocks:
         fully_shard(block, **given)
     fully_shard(model, **given)
-    return Entry(list(model.parameters()), model)
+    return Entry(model)
 
 
 def ours(model: Any, strategy: int, narrow: bool = False, lowering: str = "eager") -> Entry:
     policy = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16 if narrow else None)
     mfsdp.fully_shard(model, units=[Block], strategy=strategy, mp_policy=policy)
     run: Any = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": lowering})
-    return Entry(list(model.parameters()), run)
+    return Entry(run)
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,8 @@ class Contender:
 
     make: Callable[[Any], Entry]
     against: str | None = UNSHARDED
+    muon: bool = False
+    """Whether Muon steps the blocks' matrices, beside AdamW."""
 
 
 def contenders() -> dict[str, Contender]:
@@ -125,6 +127,8 @@ def contenders() -> dict[str, Contender]:
         "FSDP2": Contender(fsdp2),
         **{f"mfsdp, strategy {n}": Contender(lambda m, n=n: ours(m, n)) for n in range(4)},
         "mfsdp, strategy 3, Inductor": Contender(lambda m: ours(m, 3, lowering="inductor"), INDUCTOR),
+        MUON: Contender(unsharded, None, muon=True),
+        "mfsdp, strategy 3, Muon": Contender(lambda m: ours(m, 3), MUON, muon=True),
     }
     narrow = f"{UNSHARDED}, bf16"
     return {
@@ -171,23 +175,24 @@ def train(
     for module in model.modules():
         model._init_weights(module)
     entry = contender.make(model)
-    optimizer = torch.optim.AdamW(entry.parameters, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    steppers = optimizers(model, args, contender.muon)
     world, rank = dist.get_world_size(), dist.get_rank()
     feeds = [Batches(text, args.batch, args.length, seed=r) for r in range(world)]
     losses, times, processor = [], [], 0.0
     for step in range(args.steps):
         if step == min(3, args.steps - 1):
             processor = time.process_time()
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1.0, (step + 1) / 50)
+        for group in (group for each in steppers for group in each.param_groups):
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * min(1.0, (step + 1) / 50)
         batches = [feed.next() for feed in feeds]
         begun = time.perf_counter()
         inputs, targets = map(torch.cat, zip(*batches, strict=True)) if entry.joined else batches[rank]
         loss = entry.loss(inputs, targets)
         loss.backward()
         entry.after_backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for each in steppers:
+            each.step()
+            each.zero_grad()
         times.append(1e3 * (time.perf_counter() - begun))
         mean = loss.detach().double()
         dist.all_reduce(mean)
@@ -195,6 +200,17 @@ def train(
     processor = 1e3 * (time.process_time() - processor) / max(1, args.steps - 3)
     weights = {n: whole(p).detach().clone() for n, p in model.named_parameters()}
     return losses, (sorted(times)[len(times) // 2], processor), weights
+
+
+def optimizers(model: Any, args: argparse.Namespace, muon: bool) -> list[torch.optim.Optimizer]:
+    """AdamW, and Muon for the blocks' matrices if asked for."""
+    matrices = {p for p in model.blocks.parameters() if muon and p.dim() == 2}
+    rest = [p for p in model.parameters() if p not in matrices]
+    out: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)]
+    if muon:
+        out.append(torch.optim.Muon([p for p in model.parameters() if p in matrices], lr=args.muon_lr))
+        out[1:] = map(mfsdp.fully_shard_optimizer, out[1:]) if isinstance(model, mfsdp.FSDPModule) else out[1:]
+    return out
 
 
 def whole(p: Any) -> torch.Tensor:
@@ -221,7 +237,7 @@ def done(args: argparse.Namespace, name: str) -> dict[str, Any] | None:
 
 
 def setting(args: argparse.Namespace) -> dict[str, Any]:
-    return {k: getattr(args, k) for k in ("steps", "layers", "width", "batch", "length", "lr")}
+    return {k: getattr(args, k) for k in ("steps", "layers", "width", "batch", "length", "lr", "muon_lr")}
 
 
 # What comes of it

@@ -173,13 +173,29 @@ def _ready(
     theirs(planner, state, metadata, *rest, **more)
     if there:
         _find_wrapped(there, planner)
+        _make_room(there, planner)
         _tell_of_lost_scales(te.lost_scales(there.items(), planner.state_dict))
 
 
 def _committed(theirs: Callable[..., None], planner: DefaultLoadPlanner, item: Any, tensor: torch.Tensor) -> None:
     """Tells quantized layers what was read in place."""
     theirs(planner, item, tensor)
-    bitsandbytes.was_read(planner.state_dict.get(item.dest_index.fqn))
+    read: Any = planner.state_dict.get(item.dest_index.fqn)
+    if (target := getattr(read, "_mfsdp_read_for", None)) is not None:
+        read = target.resize_(read.shape).copy_(read)
+    bitsandbytes.was_read(read)
+
+
+def _make_room(there: Mapping[str, Any], planner: DefaultLoadPlanner) -> None:
+    """Has entries that may change their length read into memory of the checkpoint's size: nothing changes before the
+    checkpoint is known to fit.
+    """
+    for name, tensor in planner.state_dict.items():
+        size = getattr(there.get(name), "size", None)
+        if hasattr(tensor, "_mfsdp_resizes") and size is not None and size != tensor.shape:
+            room = tensor.new_empty(size)
+            room._mfsdp_read_for = tensor
+            planner.state_dict = {**planner.state_dict, name: room}
 
 
 def _tell_of_lost_scales(names: list[str]) -> None:

@@ -47,6 +47,10 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> object: ...
 
 
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+"""One or several of one model, as `torch.distributed.checkpoint.state_dict` takes them."""
+
+
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -79,19 +83,19 @@ class Checkpoints:
 
     @overload
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = ..., *,
+        self, step: int, model: nn.Module, optimizer: Optimizers | None = ..., *,
         blocking: Literal[True] = ..., **more: Stateful,
     ) -> Path: ...  # fmt: skip
 
     @overload
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = ..., *,
+        self, step: int, model: nn.Module, optimizer: Optimizers | None = ..., *,
         blocking: Literal[False], **more: Stateful,
     ) -> Future[Path]: ...  # fmt: skip
 
     @overload
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = ..., *,
+        self, step: int, model: nn.Module, optimizer: Optimizers | None = ..., *,
         blocking: bool, **more: Stateful,
     ) -> Path | Future[Path]: ...  # fmt: skip
 
@@ -99,7 +103,7 @@ class Checkpoints:
         self,
         step: int,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         *,
         blocking: bool = True,
         **more: Stateful,
@@ -108,6 +112,8 @@ class Checkpoints:
         First waits for an earlier save.
 
         Args:
+            optimizer: one, or several, such as Muon and AdamW, each with other parameters of the model; one folder then
+                holds the state of all, as ``get_state_dict(model, [muon, adamw])`` gives it, to load in the same order.
             blocking: ``False``: returns once this rank's data is copied to host memory. A thread writes it beside
                 training, without training's process groups; the process does not exit before the thread ends.
 
@@ -122,6 +128,7 @@ class Checkpoints:
             ValueError: that step has a checkpoint.
             RuntimeError: other ranks call something else; raised there too.
         """
+        optimizers = _listed(optimizer)
         execution.all_call(f"Checkpoints.save of step {step}", shared_over(model))
         self._join()
         if self.path(step).exists():
@@ -131,7 +138,7 @@ class Checkpoints:
         failed = self._unreported()
         save.begin(
             lambda: (
-                _state_to_save(model, optimizer),
+                _state_to_save(model, optimizers),
                 {"more": {name: thing.state_dict() for name, thing in more.items()}, "random": _random_state()},
             ),
             failed and f"{failed}. That was behind training, and step {step} has not been begun",
@@ -199,7 +206,7 @@ class Checkpoints:
     def load(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         *,
         step: int | None = None,
         **more: Stateful,
@@ -223,6 +230,7 @@ class Checkpoints:
             ValueError: that step has no complete checkpoint, or was saved without an item of ``more``.
             RuntimeError: other ranks call something else; raised there too.
         """
+        optimizers = _listed(optimizer)
         execution.all_call("Checkpoints.load", shared_over(model))
         self._join()
         there = self.steps()
@@ -238,7 +246,7 @@ class Checkpoints:
         for name in more:
             if name not in own["more"]:
                 raise ValueError(f"Checkpoints: step {step} was saved without {name!r}; it has {sorted(own['more'])}")
-        self._load_state(step, model, optimizer)
+        self._load_state(step, model, optimizers)
         for name, thing in more.items():
             thing.load_state_dict(own["more"][name])
         if manifest["ranks"] == world:
@@ -262,9 +270,9 @@ class Checkpoints:
                 f"Nothing was loaded; the complete ones are of steps {there}, load(..., step=...) takes another."
             )
 
-    def _load_state(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def _load_state(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """Loads model and optimizer, after checking on every rank that the checkpoint fits them."""
-        path, state = self.path(step), _state(model, optimizer)
+        path, state = self.path(step), _state(model, optimizers)
 
         def fit() -> None:
             planner = Planner()
@@ -280,7 +288,7 @@ class Checkpoints:
             together(f"load step {step}, and has loaded a part of it", read)
             set_state_dict(
                 model,
-                optimizer if optimizer is not None else [],
+                optimizers,
                 model_state_dict=state["model"],
                 optim_state_dict=state.get("optimizer", {}),
             )
@@ -289,29 +297,58 @@ class Checkpoints:
 _NAME = re.compile(r"step-(\d{8,})")
 
 
-def _state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Returns `_state` and leaves an optimizer that has not stepped without state (invariant 23): torch creates the
+def _listed(given: Optimizers | None) -> list[torch.optim.Optimizer]:
+    """Returns the optimizers that a caller gives.
+
+    Raises:
+        TypeError: something else is among them.
+        ValueError: two of them hold one parameter, of which a checkpoint has one state.
+    """
+    several: Any = [] if given is None else given if isinstance(given, Iterable) else [given]
+    found = list(several)
+    seen: dict[torch.Tensor, torch.optim.Optimizer] = {}
+    for each in found:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise TypeError(f"Checkpoints: {each!r} is no torch.optim.Optimizer; give one, or a list of several")
+        for param in (p for group in each.param_groups for p in group["params"]):
+            if seen.setdefault(param, each) is not each:
+                raise ValueError(
+                    f"Checkpoints: {type(seen[param]).__name__} and {type(each).__name__} hold the same parameter, "
+                    f"of shape {list(param.shape)}: a checkpoint has one state of it. Save each in a folder of its own"
+                )
+    return found
+
+
+def _state_to_save(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Returns `_state` and leaves optimizers that have not stepped without state (invariant 23): torch creates the
     state by a step without gradients, which increments step counts.
     """
-    fresh = optimizer is not None and not optimizer.state
-    counts = [g.get("step") for g in optimizer.param_groups] if fresh and optimizer is not None else []
-    out = _state(model, optimizer)
-    if fresh:
-        assert optimizer is not None
-        optimizer.state.clear()
-        for state in out["optimizer"]["state"].values():
-            if "step" in state:
-                state["step"] = state["step"] * 0
-        for group, saved, count in zip(optimizer.param_groups, out["optimizer"]["param_groups"], counts, strict=True):
-            if "step" in group:  # TransformerEngine counts steps per group
-                saved["step"] = saved["step"] * 0
-                group.pop("step") if count is None else group.update(step=count)
+    fresh = [not each.state for each in optimizers]
+    counts = [[g.get("step") for g in each.param_groups] for each in optimizers]
+    out = _state(model, optimizers)
+    groups_saved = iter(out["optimizer"]["param_groups"] if optimizers else ())
+    for each, is_fresh, before in zip(optimizers, fresh, counts, strict=True):
+        for group, count, saved in zip(each.param_groups, before, groups_saved, strict=False):
+            if is_fresh:
+                _unstepped(group, count, saved, out["optimizer"]["state"])
+        if is_fresh:
+            each.state.clear()
     return out
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    weights, state = get_state_dict(model, optimizer if optimizer is not None else [])
-    return {"model": weights, "optimizer": state} if optimizer is not None else {"model": weights}
+def _unstepped(group: dict[str, Any], count: Any, saved: dict[str, Any], state: dict[str, Any]) -> None:
+    """Sets the step counts of a parameter group, saved and its own, to those from before a step without gradients."""
+    for name in saved["params"]:
+        if "step" in state.get(name, ()):
+            state[name]["step"] = state[name]["step"] * 0
+    if "step" in group:  # TransformerEngine counts steps per group
+        saved["step"] = saved["step"] * 0
+        group.pop("step") if count is None else group.update(step=count)
+
+
+def _state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizers)
+    return {"model": weights, "optimizer": state} if optimizers else {"model": weights}
 
 
 def _delete(folders: Iterable[Path]) -> None:

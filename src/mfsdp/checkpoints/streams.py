@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..buffers.flat_buffer import FlatBuffer, buffers_in
 from ..config.units import UnitSpec
 from ..dtensor import parameter_names
+from ..dtensor.bitsandbytes import Stored
 from ..dtensor.tp_shards import TPShard
 from ..runtime import devices, execution, groups, sync_collectives
 from ..runtime.buffer_registry import unfinished
@@ -219,11 +220,12 @@ class WeightStream:
         """Returns a whole parameter of a gathered buffer, a view; joined over the ranks of another parallelism."""
         if full is None:
             return None
+        param, stored = _kept_as(param)
         layout, slot = param.sharding.layout, param.sharding.slot
         at, piece = layout.slots[slot], param.sharding.piece
         value = full[at.offset : at.offset + at.numel].view(at.shape)
         if piece is None:
-            return value
+            return value if stored is None else stored.seen(value)
         if not self._wants(piece):
             return None
         with execution.announced(f"stream of a piece of {at.name}{list(piece.shape)}", *piece.cut_by):
@@ -336,9 +338,14 @@ def _ranks(to: Any) -> tuple[int, ...] | None:
     return tuple(sorted(set(ranks)))
 
 
+def _kept_as(tensor: Any) -> tuple[Any, Stored | None]:
+    """Returns the parameter that a tensor of a model is, and, of a part of a quantized weight, what its bytes are."""
+    return getattr(tensor, "_mfsdp_bytes", None) or (tensor, None)
+
+
 def _owner(tensor: Any) -> FlatBuffer | None:
     """Returns the flat buffer of a sharded parameter."""
-    return getattr(tensor, "_mfsdp_owner", None)
+    return getattr(_kept_as(tensor)[0], "_mfsdp_owner", None)
 
 
 def _place(name: str, units: Mapping[str, object]) -> object:

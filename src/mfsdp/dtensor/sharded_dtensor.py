@@ -128,6 +128,8 @@ class ShardedDTensor(DTensor):
     _sharding: ShardSpec
     _mfsdp_written: Written | None = None
     """What it views, if any."""
+    _mfsdp_bytes: tuple[torch.Tensor, object] | None = None
+    """Of a part of a quantized weight: the parameter of bytes, and its ``bitsandbytes.Stored``."""
     _mfsdp_numbers: str = ""
     """Python numbers that it was computed with, outside of forward (`eager_autograd`)."""
 

@@ -66,6 +66,7 @@ class QuantizedLinear(nn.Module):
             ShardSpec(layout, 0, spec.mesh, spec.copies),
         )
         out._mfsdp_written = param._mfsdp_written
+        out._mfsdp_bytes = param, stored
         return out
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
