@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -52,6 +53,15 @@ def test_the_model_is_causal_and_of_the_promised_size():
         assert 4e6 < sum(p.numel() for p in Llama(Config()).parameters()) < 8e6
 
 
+def test_a_smoothed_curve_does_not_lag(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
+    train = importlib.import_module("examples.demo.train")
+    line = [(step, 3.0 - 0.01 * step) for step in range(1, 101)]
+    assert train.smooth(line) == [(step, pytest.approx(loss)) for step, loss in line]
+    noisy = [(step, loss + 0.5 * (-1) ** step) for step, loss in line]
+    assert max(abs(a - b) for (_, a), (_, b) in zip(train.smooth(noisy)[20:80], line[20:80], strict=True)) < 0.02
+
+
 def command(out: Path, lowering: str, steps: int, *more: str) -> list[str]:
     line = [sys.executable, "examples/demo/train.py", "--layers", "1", "--width", "32", "--batch", "2"]
     return [*line, "--steps", str(steps), "--lowering", lowering, "--out", str(out), *more]
@@ -80,6 +90,10 @@ def test_it_trains_on_two_processes(tmp_path):
     assert phases == {p.name.split(".")[1] for p in (tmp_path / "listings").glob("*.txt")}
     assert list((tmp_path / "listings").glob("*.report.html"))
     assert "Memory of one rank" in out and "optimizer state" in out
+    assert "Measured here, on 2 cpu processes: 6 steps" in out, "what was measured and what was estimated are apart"
+    path = Path(out.split("with times estimated for an H100, not for this machine: ")[1].split("\n")[0])
+    assert path.is_file() and list(path.parent.glob(f"{path.name.split('.')[0]}.backward*"))
+    assert "are estimates for another machine, H100 SXM" in path.read_text()
     assert abs(loss_in_transformers(tmp_path / "huggingface") - last) < 1e-4
 
 

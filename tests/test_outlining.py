@@ -112,6 +112,27 @@ def test_few_layers_are_not_worth_it(monkeypatch):
     assert outlining.MIN_LAYERS == 4 and not calls
 
 
+class Counting(nn.Module):
+    """Counts tokens per expert as transformers does, and makes a tensor on the input's device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        tokens = torch.histc(y.argmax(1).int(), bins=6, min=0, max=5)
+        rank = torch.arange(6, device=x.device)
+        return y * tokens.cumsum(0).to(y.dtype) + rank
+
+
+def test_layers_that_count_are_captured_once(told):
+    """`trace` gives the count another dtype, and captures as on the CPU."""
+    model = nn.Sequential(*(Counting() for _ in range(4)))
+    once = programs(model, torch.empty(4, 6, requires_grad=True), units=["*"])
+    assert not told and sum("histc" in str(n.target) for n in once[0].nodes) == 4
+
+
 class Layers(nn.Module):
     """Layers that do what they are told, on what all of them read besides."""
 

@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import mfsdp
-from mfsdp.sharding import eager, eager_warnings
+from mfsdp.compiler import backend
+from mfsdp.sharding import eager
+from tests.helpers.logs import logged
 
 
 def net(*more: nn.Module, **options: Any) -> nn.Sequential:
@@ -38,6 +41,7 @@ TOO_LATE: dict[str, Callable[[nn.Sequential], object]] = {
     "prune": lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
     "delete": lambda m: delattr(m[0], "weight"),
     "tie": lambda m: setattr(m[0], "other", m[2].weight),
+    "parametrizations.weight_norm": lambda m: parametrizations.weight_norm(m[0]),
 }
 
 
@@ -49,6 +53,30 @@ def test_parametrized_too_late(how):
     assert list(model.state_dict()) == names and [n for n, _ in model.named_parameters()] == names
     assert not list(model[0].buffers()) and not model[0]._forward_pre_hooks
     assert torch.equal(model(x), before)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).T
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("leave", [True, False])
+def test_parametrizations_are_removed_too_late(bias, leave):
+    """By the name that was imported before the model was sharded, too."""
+    layers = nn.Sequential(nn.Linear(8, 8, bias=bias), nn.Linear(8, 8, bias=bias), nn.Linear(8, 8))
+    parametrize.register_parametrization(layers[0], "weight", Symmetric())
+    parametrizations.weight_norm(layers[1])
+    parametrize.register_parametrization(layers[2], "weight", Symmetric())
+    model, x = mfsdp.fully_shard(layers, ignored_params=set(layers[2].parameters())), torch.randn(2, 8)
+    before, names = model(x), list(model.state_dict())
+    for layer in model:
+        assert "before fully_shard" in told(lambda m=layer: remove_parametrizations(m, "weight", leave))
+    assert list(model.state_dict()) == names and torch.equal(model(x), before)
+    other = nn.Linear(8, 8)
+    parametrize.register_parametrization(other, "weight", Symmetric())
+    remove_parametrizations(other, "weight", leave)
+    assert isinstance(other.weight, nn.Parameter), "others are free"
 
 
 def test_old_weight_norm_is_removed():
@@ -127,6 +155,42 @@ def test_forward_mode():
         x = torch.autograd.forward_ad.make_dual(torch.ones(2, 8), torch.ones(2, 8))
         assert "functional_call" in told(lambda: model(x))
     assert model(torch.ones(2, 8)).shape == (2, 8)
+
+
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "jvp": lambda m, x: torch.func.jvp(m, (x,), (x,))[1],
+    "jacfwd": lambda m, x: torch.func.jacfwd(m)(x),
+    "grad": lambda m, x: torch.func.grad(lambda y: m(y).sum())(x),
+    "vmap": lambda m, x: torch.func.vmap(m)(x),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("how", TRANSFORMS)
+def test_transforms_of_compiled_models(how, inside):
+    """Of a compiled model, and in a compiled function that transforms the model."""
+    model, x = net(), torch.ones(2, 8)
+    if inside:
+        run = torch.compile(lambda x: TRANSFORMS[how](model, x), backend="mfsdp", options={"lowering": "eager"})
+        assert "functional_call" in told(lambda: run(x))
+    else:
+        run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
+        assert "functional_call" in told(lambda: TRANSFORMS[how](run, x))
+    assert torch.equal(model(x), net()(x)), "nothing has changed"
+
+
+def test_dual_numbers_in_compiled_code():
+    """Dynamo traces them down to operators: they work, and tangents are those of the unsharded model."""
+    model, x = net(), torch.randn(2, 8)
+    whole = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    whole.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+
+    def tangent(x: torch.Tensor, m: nn.Module) -> torch.Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            return torch.autograd.forward_ad.unpack_dual(m(torch.autograd.forward_ad.make_dual(x, x))).tangent
+
+    run = torch.compile(lambda x: tangent(x, model), backend="mfsdp", options={"lowering": "eager"})
+    assert torch.equal(run(x), tangent(x, whole))
 
 
 @pytest.mark.parametrize("optimizer", ["LBFGS", "Adafactor", "Muon"])
@@ -252,25 +316,120 @@ def test_replicas_drawn_with_other_seeds(two_fresh_ranks, strategy, mesh, loweri
         assert "needs the same seed" in text and "normal_" in text
 
 
-def behind(kind: str) -> list[str]:
-    layer = nn.Linear(8, 8)
-    if kind == "ignored":
-        model = net(layer, ignored_params=set(layer.parameters()))
-    else:
-        model = net().append(layer)
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(x).relu()
+
+
+class Parted(nn.Module):
+    """Blocks that are sharded, between layers that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Residual() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def reduce(p: torch.Tensor) -> None:
+    dist.all_reduce(p.grad)
+
+
+def unsharded_parts(kind: str) -> tuple[list[str], bool]:
+    """What is told of unsharded layers in two backwards, and whether their gradients are the same on all ranks."""
+    model = Parted()
+    plain = [*model.stem.parameters(), *model.head.parameters()]
     if kind == "frozen":
-        layer.requires_grad_(False)
-    eager_warnings.warned.clear()
+        model.stem.requires_grad_(False)
+        model.head.requires_grad_(False)
+    if kind == "frozen blocks":
+        model.blocks.requires_grad_(False)
+    for block in model.blocks:
+        mfsdp.fully_shard(block, ignored_params=set(plain) if kind == "ignored" else None)
+    if kind == "behind":
+        mfsdp.fully_shard(model)
+        model.head = nn.Linear(8, 8)
+    if kind == "hooks":
+        for p in plain:
+            p.register_post_accumulate_grad_hook(reduce)
+    run: Any = model
+    if kind == "compiled":
+        run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
+    elif kind == "compiled blocks":
+        for block in model.blocks:
+            block.compile(backend="mfsdp", options={"lowering": "eager"})
+    elif kind == "ddp":
+        run = nn.Sequential(nn.parallel.DistributedDataParallel(model.stem), *model.blocks,
+                            nn.parallel.DistributedDataParallel(model.head))  # fmt: skip
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
-            model(torch.ones(2, 8)).sum().backward()
-    return [str(w.message) for w in seen if "came behind fully_shard" in str(w.message)]
+            x = torch.randn(2, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+            run(x).square().sum().backward()
+    grad = model.head.weight.grad
+    total = None if grad is None or kind == "behind" else grad.clone()
+    if total is not None:
+        dist.all_reduce(total)
+    same = total is None or torch.allclose(total / 2, grad)
+    return [str(w.message) for w in seen if "nobody averages" in str(w.message)], same
 
 
 @pytest.mark.dist
-def test_layers_that_came_behind(two_ranks):
-    for kind, count in (("ignored", 0), ("frozen", 0), ("plain", 1)):
-        for texts in two_ranks.run(behind, kind):
-            assert len(texts) == count, (kind, texts)
-            assert not count or "3.weight, 3.bias of Sequential" in texts[0]
+def test_parts_that_nobody_averages(two_ranks):
+    """All that blocks leave out, or that came behind `fully_shard`, in code that is not compiled: told once."""
+    for kind in ("frozen", "ignored", "hooks", "ddp", "compiled"):
+        for texts, same in two_ranks.run(unsharded_parts, kind):
+            assert not texts and (same or kind == "ignored"), (kind, texts)
+    for kind in ("plain", "compiled blocks", "frozen blocks"):
+        for texts, same in two_ranks.run(unsharded_parts, kind):
+            assert len(texts) == 1 and not same, (kind, texts)
+            assert "stem.weight, stem.bias, head.weight, ... of Parted" in texts[0]
+    for texts, _ in two_ranks.run(unsharded_parts, "behind"):
+        assert len(texts) == 1 and "head.weight, head.bias of Parted" in texts[0]
+
+
+def test_nobody_else_to_average_with():
+    model = Parted()
+    mfsdp.fully_shard(model.blocks[0])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*nobody averages")
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def by_torch() -> list[str]:
+    model = Parted()
+    for block in model.blocks:
+        torch.distributed.fsdp.fully_shard(block)
+    torch.distributed.fsdp.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    calls: list[Callable[[], object]] = [
+        lambda: mfsdp.fully_shard(model), lambda: mfsdp.fully_shard(nn.Sequential(model)),
+        lambda: mfsdp.no_sync(model).__enter__(), lambda: mfsdp.check_replicas(model),
+        lambda: mfsdp.fully_shard_optimizer(optimizer),
+    ]  # fmt: skip
+    texts = []
+    for call in calls:
+        with pytest.raises(ValueError) as error:
+            call()
+        texts.append(str(error.value))
+    backend._warned_unsharded = False
+    with logged() as found:
+        torch.compile(model, backend="mfsdp", options={"lowering": "eager"})(torch.ones(2, 8)).sum().backward()
+    return [*texts, "; ".join(found)]
+
+
+@pytest.mark.dist
+def test_models_that_fsdp2_has_sharded(two_ranks):
+    for texts in two_ranks.run(by_torch):
+        for text in texts:
+            assert "FSDP2" in text and "mfsdp.fully_shard" in text, text

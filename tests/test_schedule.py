@@ -87,15 +87,15 @@ def test_a_gather_is_launched_so_many_units_ahead(depth, phase):
 
 @pytest.mark.slow
 def test_prefetch_hides_what_it_can():
-    exposed = {}
+    alone = {}
     for depth in (0, 1):
         forward, backward = gpt()
         for p in (forward, backward):
             pipeline.run(p, passes=pipeline.table(prefetch=depth, reduce_lag=depth))
-        exposed[depth] = [printer.schedule(p).exposed for p in (forward, backward)]
-    assert exposed[0] == [5, 10], "without it every collective is exposed"
+        alone[depth] = [printer.schedule(p).no_overlap for p in (forward, backward)]
+    assert alone[0] == [5, 10], "without it every collective is alone"
     # Forward: the first gather. Backward: the last reduction; its first gather hides behind the loss.
-    assert exposed[1] == [1, 1]
+    assert alone[1] == [1, 1]
 
 
 @pytest.mark.slow

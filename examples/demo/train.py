@@ -117,16 +117,29 @@ def sample(model: Any, prompt: str, length: int, device: torch.device, temperatu
     return bytes(text).decode(errors="replace")
 
 
+def smooth(losses: list[tuple[int, float]], around: int = 20) -> list[tuple[int, float]]:
+    """Means over as many steps before as after each one, so that the curve does not lag; fewer at both ends."""
+    means = []
+    for i, (step, _) in enumerate(losses):
+        reach = min(around, i, len(losses) - 1 - i)
+        near = [loss for _, loss in losses[i - reach : i + reach + 1]]
+        means.append((step, sum(near) / len(near)))
+    return means
+
+
+def page(folder: Path) -> Path | None:
+    """The newest report on a training step among the listings, if Bokeh is there to draw one."""
+    steps = {path.name.split(".")[0] for path in folder.glob("graph*.backward*.txt")}
+    reports = [path for path in folder.glob("graph*.report.html") if path.name.split(".")[0] in steps]
+    return max(reports, key=lambda path: path.stat().st_mtime, default=None)
+
+
 def plot(path: Path, train: list[tuple[int, float]], held: list[tuple[int, float]]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(*zip(*train, strict=True), color="0.7", linewidth=0.8)
-    smooth, value = [], train[0][1]
-    for step, loss in train:
-        value += 0.05 * (loss - value)
-        smooth.append((step, value))
-    axes.plot(*zip(*smooth, strict=True), label="training (smoothed)")
+    axes.plot(*zip(*smooth(train), strict=True), label="training (smoothed)")
     axes.plot(*zip(*held, strict=True), "o-", label="validation, held-out files")
     axes.set(xlabel="step", ylabel="loss, nats per byte", title="Byte-level Llama on Python's standard library")
     axes.set_ylim(bottom=0)
@@ -225,13 +238,16 @@ def main(args: argparse.Namespace) -> None:
         }  # fmt: skip
         (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
         say(
-            f"\n{step} steps, {speed:,.0f} tokens/s; "
+            f"\nMeasured here, on {world} {device.type} processes: {step} steps, {speed:,.0f} tokens/s; "
             f"validation loss {held[0][1]:.2f} -> {held[-1][1]:.2f} nats per byte"
         )
         if ledger.rows:
             say("\nMemory of one rank\n" + str(ledger))
         say(f"\nA sample:\n{written}\n\nIn {args.out}: loss.png, sample.txt, summary.json, listings/, checkpoints/,")
         say("and huggingface/, for transformers' AutoModelForCausalLM.from_pretrained")
+        if found := page(listings):
+            which = "this GPU" if gpu else "an H100, not for this machine"
+            say(f"\nThe schedule of a training step, with times estimated for {which}: {found}")
     dist.barrier()
     dist.destroy_process_group()
 

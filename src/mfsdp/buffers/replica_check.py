@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..dtensor.tp_shards import here
+from ..dtensor.unsupported import not_sharded
 from ..runtime import execution, groups, sync_collectives
 from ..runtime.checksums import PART, checksum
 from .flat_buffer import Ref, refs
@@ -46,7 +47,7 @@ def check_replicas(model: nn.Module) -> None:
     found = {ref.buffer.params[ref.slot]: (f"{path}.{name}".lstrip("."), ref)
              for path, m in model.named_modules() for name, ref in reversed(refs(m).items())}  # fmt: skip
     if not found:
-        raise ValueError("check_replicas: the model is not sharded; call mfsdp.fully_shard first")
+        raise not_sharded("check_replicas", model)
     over: dict[str, list[tuple[str, Ref]]] = {}
     for name, ref in found.values():
         for group in ref.buffer.copies(ref.slot):

@@ -22,6 +22,7 @@ from ..config.options import PLANNED, Options
 from ..config.plans import DoesNotFit, Plan
 from ..cost_model.auto_prefetch import AutoPrefetch
 from ..cost_model.offload_schedule import OffloadTiming
+from ..dtensor import unsupported
 from ..ir import printer, saved_copies
 from ..ir.byte_costs import nbytes
 from ..ir.program import Phase, Program
@@ -30,6 +31,7 @@ from ..reports import dump
 from ..reports.dump import Dump
 from ..runtime import groups, watchdog
 from ..sharding import mutation_check
+from ..sharding.eager_warnings import modules_with
 from . import attention_masks, control_flow, lowering, outlining, schedule_check
 from .capture import Capture, path_of, sources, trains
 from .compile_cache import CachedProgram, cache_key
@@ -277,10 +279,16 @@ def _cause(error: BaseException) -> BaseException:
 def _warn_unsharded(capture: Capture, inputs: Sequence[torch.Tensor]) -> None:
     """Logs once how to shard the model. Skips graphs that read no parameter, such as one after a graph break."""
     global _warned_unsharded
-    plain = (isinstance(t, nn.Parameter) and not getattr(t, "_mfsdp_ignored", False) for t in inputs)
-    if _warned_unsharded or not torch.is_grad_enabled() or not any(plain):
+    plain = {t for t in inputs if isinstance(t, nn.Parameter) and not getattr(t, "_mfsdp_ignored", False)}
+    if _warned_unsharded or not torch.is_grad_enabled() or not plain:
         return
     _warned_unsharded = True
+    if instead := unsupported.sharded_by_torch(*modules_with(plain)):
+        log.warning(
+            "mfsdp: the model is not sharded by mfsdp, which averages its gradients over all ranks once more: %s",
+            instead,
+        )
+        return
     how = "gradients are averaged over all ranks" if capture.plain else "one process, nothing to communicate"
     log.warning(
         "mfsdp: the model is not sharded (%s). To shard it, call mfsdp.fully_shard(model, units=[YourBlock]) before "

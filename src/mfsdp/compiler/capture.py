@@ -118,6 +118,7 @@ class Capture(CustomPartitionerFn):
         alike: dict[tuple[str, torch.dtype], list[int]] = {}
         for i, tensor in enumerate(inputs):
             if trains(tensor):
+                tensor._mfsdp_averaged = torch.is_grad_enabled()  # type: ignore[attr-defined]
                 alike.setdefault((_layer(names[i]), tensor.dtype), []).append(i)
         world = groups.world()
         for number, ((fqn, dtype), members) in enumerate(alike.items(), start):

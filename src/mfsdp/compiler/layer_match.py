@@ -340,7 +340,9 @@ def _runs(layer: Layer) -> str:
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    """Returns a value like another; on the CPU for the meta device, for which `tracing` captures as on the CPU."""
+    device = torch.device("cpu") if value.is_meta else value.device
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
 class _Calls(TorchDispatchMode):

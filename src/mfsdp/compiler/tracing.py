@@ -247,8 +247,10 @@ def _on_cpu(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Te
     for node in list(gm.graph.nodes):
         node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
         if node.target is torch.histc:  # of integers, which CPUs lack and accelerators have (transformers' experts)
-            with gm.graph.inserting_before(node):
+            with gm.graph.inserting_before(node), context.fake_mode:
                 counted = gm.graph.call_method("float", (node.args[0],))
+                value = node.args[0].meta["example_value"].float()
+                counted.meta = {**node.meta, "example_value": value}  # a part of its layer, which is outlined
             node.args = (counted, *node.args[1:])
     gm.recompile()
     with context.fake_mode, torch.no_grad():

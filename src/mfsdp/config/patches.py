@@ -40,6 +40,11 @@ PATCHES: dict[str, Patch] = {
         _SHARDED,
         "torch 2.13",
     ),
+    "torch.nn.utils.parametrize.is_parametrized": Patch(
+        "no hook tells of a parametrization that comes or goes, which would part a parameter from its buffer",
+        _SHARDED,
+        "torch 2.13",
+    ),
     "torch.distributed._state_dict_utils._distribute_tensors": _STATE_DICTS,
     "torch.distributed.checkpoint.state_dict._broadcast_state_dict": _STATE_DICTS,
     "torch.distributed.checkpoint.state_dict._distribute_state_dict": _STATE_DICTS,

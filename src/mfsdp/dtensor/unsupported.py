@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ..config.patches import wrap
@@ -25,6 +26,9 @@ Ends = torch.Tensor | GradientEdge | Sequence[torch.Tensor | GradientEdge]
 AS_IT_IS = frozenset(["view_as", "expand_as"])
 """Functions that expose a tensor's accumulation node if given the tensor twice."""
 
+
+before_backward: dict[str, Callable[[Iterable[torch.Tensor]], None]] = {}
+"""Called with the leaves that a backward will give gradients, by name."""
 
 _INSTEAD = {"Muon": "mfsdp.fully_shard_optimizer(torch.optim.Muon(...)) steps whole matrices. "}
 """What to do with an optimizer by its name."""
@@ -57,6 +61,21 @@ def explained(error: NotImplementedError) -> NotImplementedError:
             )
         frame = frame.f_back
     return error
+
+
+def not_sharded(caller: str, model: torch.nn.Module) -> ValueError:
+    """The error for a model that has no sharded parameter."""
+    return ValueError(
+        f"{caller}: the model is not sharded; {sharded_by_torch(model) or 'call mfsdp.fully_shard first'}"
+    )
+
+
+def sharded_by_torch(*models: torch.nn.Module) -> str:
+    """Returns what to do with models that torch's FSDP2 or FSDP has sharded; empty for others."""
+    kinds = {FSDPModule: "FSDP2", FullyShardedDataParallel: "FSDP"}
+    name = next((kinds[kind] for model in models for m in model.modules() for kind in kinds if isinstance(m, kind)), "")
+    instead = f"torch's {name} has sharded it: build it without {name}, and call mfsdp.fully_shard in its place"
+    return instead if name else ""
 
 
 def refuse_blocks(optimizer: Optimizer) -> None:
@@ -98,7 +117,10 @@ def refuse_inputs() -> None:
 
 def _backward(signature: inspect.Signature, theirs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     given = signature.bind(*args, **kwargs)
-    if (inputs := given.arguments.get("inputs")) is not None:
+    inputs = given.arguments.get("inputs")
+    for look in list(before_backward.values()) if inputs is None else ():
+        look(_leaves(given.arguments["tensors"]))
+    if inputs is not None:
         given.arguments["inputs"] = inputs = _several(inputs)
         _by_way_of_a_model(given.arguments["tensors"], inputs, "backward(inputs=...)")
     theirs(*given.args, **given.kwargs)

@@ -35,7 +35,7 @@ class Schedule:
 
     in_flight: int
     """The most collectives and copies in flight at once."""
-    exposed: int
+    no_overlap: int
     """Those with no computation between launch and wait."""
     collectives: int
     """All of them."""
@@ -101,9 +101,9 @@ def around(program: Program, fault: Node, context: int = 10) -> str:
 
 
 def schedule(program: Program) -> Schedule:
-    """Counts collectives in flight and exposed collectives."""
+    """Counts collectives in flight, and those that overlap with nothing."""
     flying: dict[Node, bool] = {}
-    most = exposed = collectives = 0
+    most = no_overlap = collectives = 0
     for node in program.nodes:
         if node.target in ops.LAUNCHED:
             flying[product_of(node)] = False
@@ -111,10 +111,10 @@ def schedule(program: Program) -> Schedule:
             most = max(most, len(flying))
         elif node.target is ops.wait:
             hidden = flying.pop(node.args[0], True)  # type: ignore[arg-type]
-            exposed += not hidden
+            no_overlap += not hidden
         elif byte_costs.is_line(node) and (role(node) is None or node.target is ops.mm):
             flying = dict.fromkeys(flying, True)
-    return Schedule(most, exposed, collectives)
+    return Schedule(most, no_overlap, collectives)
 
 
 def _lanes(program: Program) -> tuple[Lane, ...]:
@@ -135,7 +135,7 @@ def _head(program: Program, rows: Sequence[byte_costs.Line], before: Summary | N
         peak = f"{size(before.peak)} -> {peak}"
     slots = f"    slots {' '.join(program.slots)} = {size(sum(program.slots.values()))}" if program.slots else ""
     slots += f"    host {size(host)}" if (host := byte_costs.on_host(program)) else ""
-    yield (f"; peak   {peak}{slots}    in flight {s.in_flight}    exposed {s.exposed} of {s.collectives}")
+    yield (f"; peak   {peak}{slots}    in flight {s.in_flight}    without overlap {s.no_overlap} of {s.collectives}")
 
 
 def _quantised(program: Program) -> dict[str, torch.dtype]:

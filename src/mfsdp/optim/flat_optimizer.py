@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..dtensor import transformer_engine as te
@@ -115,9 +116,13 @@ def steps_flat(optimizer: Optimizer, compile: bool = False, use_decoupled_grad: 
 
 
 def _has_sharded(optimizer: Optimizer) -> None:
-    if not any(is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
+    params = [p for g in optimizer.param_groups for p in g["params"]]
+    if not any(map(is_sharded, params)):
         name = type(optimizer).__name__
-        raise ValueError(f"fully_shard_optimizer: none of the {name}'s parameters is sharded; call fully_shard first")
+        instead = ", in the place of torch's FSDP2" if any(isinstance(p, DTensor) for p in params) else " first"
+        raise ValueError(
+            f"fully_shard_optimizer: none of the {name}'s parameters is sharded; call mfsdp.fully_shard{instead}"
+        )
 
 
 def _planned(optimizer: Optimizer) -> bool:

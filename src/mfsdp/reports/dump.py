@@ -2,7 +2,8 @@
 
 graph0.forward.3.gather.txt     the listing after every pass
 graph0.forward.code.py          what Inductor made of it
-graph0.report.html              the page of `explain`, for the hardware that the run is on; H100, if it is not known
+graph0.report.html              the page of `explain`, for the GPU that the run is on; if that is not known, for another
+                                machine, which the page says
 """
 
 from __future__ import annotations
@@ -82,10 +83,16 @@ class Dump:
         programs, stages = [p for p, _ in self.seen], [s for _, s in self.seen]
         path = self.folder / f"graph{self.number}.report.html"
         try:
+            here = this_machine()
             facts = estimate(
-                programs, stages, self.buffers, self.inputs, machine=this_machine() or KNOWN["h100"],
+                programs, stages, self.buffers, self.inputs, machine=here or KNOWN["h100"],
                 options=self.options, other=self.other, plain=self.plain,
             )  # fmt: skip
+            if here is None:
+                facts.notes.append(
+                    f"all times and the limit of memory are estimates for another machine, {facts.machine.name}: "
+                    "of the one that this ran on, no data is known"
+                )
             self._write(path.name, page.render(facts))
         except ImportError as error:
             log.info("mfsdp: no report beside the listings: %s", error)

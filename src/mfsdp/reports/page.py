@@ -58,7 +58,12 @@ def _tiles(report: StepData) -> list[tuple[str, str, str, str]]:
     exposed = sum(x.seconds for x in report.exposed)
     share = exposed / report.step if report.step else 0.0
     out = [
-        ("step", brief(report.step), "measured compute" if report.measured else "estimated", ""),
+        (
+            "step",
+            brief(report.step),
+            "measured compute" if report.measured else f"estimated for {report.machine.name}",
+            "",
+        ),
         ("compute", brief(report.compute), f"{brief(report.optimizer)} of it optimizer", ""),
         ("exposed communication", brief(exposed), f"{share:.1%} of the step", "bad" if share > 0.1 else ""),
     ]

@@ -56,6 +56,13 @@ def transformed() -> bool:
     return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_transform(value: torch.Tensor) -> bool:
+    """Whether a tensor is inside of a ``torch.func`` transform or forward-mode AD, where it has no storage. Private in
+    torch; tried on 2.13.
+    """
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
+
+
 def saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]] | None:
     """The active saved-tensor hooks, as (pack, unpack). Private in torch; tried on 2.11 to 2.15."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

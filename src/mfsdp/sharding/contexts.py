@@ -9,6 +9,7 @@ from typing import TypeVar, cast
 from torch import nn
 
 from ..buffers.flat_buffer import buffers_in, refs
+from ..dtensor.unsupported import not_sharded
 from ..runtime import step_prefetch
 from ..runtime.overlap import Overlap
 from .module import FSDPModule, buffers_of, unwrapped
@@ -20,10 +21,10 @@ def _units(module: nn.Module) -> list[FSDPModule]:
     return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
 
-def _some(found: list[T], caller: str) -> list[T]:
+def _some(found: list[T], caller: str, module: nn.Module) -> list[T]:
     """Returns what is found, or raises a ValueError if that is nothing."""
     if not found:
-        raise ValueError(f"{caller}: the model is not sharded; call mfsdp.fully_shard first")
+        raise not_sharded(caller, module)
     return found
 
 
@@ -41,7 +42,7 @@ def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
     Raises:
         ValueError: nothing of the module is sharded.
     """
-    with gradient_sync(_some(_units(module), "no_sync"), False, hold):
+    with gradient_sync(_some(_units(module), "no_sync", module), False, hold):
         yield
 
 
@@ -87,7 +88,7 @@ def overlapped(module: nn.Module) -> Iterator[None]:
             f"overlapped: give one model, not {type(module).__name__}: turns among stages of a virtual pipeline are "
             "not built (docs/guides/microbatches.md)"
         )
-    buffers = _some(buffers_in(module), "overlapped")
+    buffers = _some(buffers_in(module), "overlapped", module)
     if any(buffer.gradients.overlap is not None for buffer in buffers):
         raise ValueError("overlapped: the model is overlapped already")
     if any(buffer.spec.optional or buffer.spec.any_optional for buffer in buffers):
@@ -137,7 +138,7 @@ def synchronize(module: nn.Module) -> None:
     Raises:
         ValueError: nothing of the module is sharded.
     """
-    buffers = _some(buffers_in(module), "synchronize")
+    buffers = _some(buffers_in(module), "synchronize", module)
     step_prefetch.complete(buffers)
 
 
@@ -153,7 +154,7 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
     Raises:
         ValueError: nothing of the module is sharded, or it is summoned already.
     """
-    found = _some(buffers_in(module), "summon_full_params")
+    found = _some(buffers_in(module), "summon_full_params", module)
     if any(b.weights.summoned is not None for b in found):
         raise ValueError("summon_full_params: the parameters are summoned already")
     places = [(m, name, ref) for m in module.modules() for name, ref in refs(m).items()]
@@ -201,7 +202,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
         ValueError: nothing of the module is sharded.
         RuntimeError: it is nested, or called in a forward of the model.
     """
-    units = _some(_units(module), "unsharded")
+    units = _some(_units(module), "unsharded", module)
     if any(m._mfsdp_unit.open for m in units):
         raise RuntimeError("unsharded: the model is unsharded already, or in a forward")
     with ExitStack() as leaving:

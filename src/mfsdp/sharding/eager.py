@@ -245,8 +245,6 @@ def scope(module: nn.Module, own: bool) -> Scope | Cover | None:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     place = f"{type(module).__name__}.forward{line}, called from {eager_warnings.caller()},"
-    if own:
-        eager_warnings.warn_of_unsharded(module)
     return Scope(module.__dict__["_mfsdp_unit"], place, own)
 
 
@@ -275,11 +273,7 @@ def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
     if not (_here.stack or again or lasts):
         return now  # type: ignore[no-any-return]
     if engine.transformed():
-        raise NotImplementedError(
-            f"mfsdp: {type(module).__name__}.{name} of unit {ref.unit.fqn!r} is sharded, and torch.func (grad, vmap, "
-            "...) and forward-mode AD cannot transform what gathers it. Give the call whole values of all parameters: "
-            "torch.func.functional_call(model, {name: p.full_tensor() for name, p in model.named_parameters()}, args)."
-        )
+        raise mutation_check.not_transformed(f"{type(module).__name__}.{name} of unit {ref.unit.fqn!r}")
     if again and not ref.unit.kept:
         _keep_until_backward_ends(ref.unit)
     elif ref.index not in ref.unit.full:

@@ -1,15 +1,21 @@
-"""Warnings of the eager fallback: each place, and each unsharded parameter, once."""
+"""Warnings of code that is not compiled: each place, and each unsharded parameter, once."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
+from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buffers.flat_buffer import UnitState
 from ..config.own_source import ours
+from ..dtensor import unsupported
+from .parallel import hooked
 
 warned: set[str] = set()
 
@@ -35,24 +41,62 @@ def warn_of_read(unit: UnitState, place: str) -> None:
     )
 
 
-def warn_of_unsharded(root: nn.Module) -> None:
-    """Warns once about each parameter whose gradients are not averaged."""
-    unit: UnitState = root.__dict__["_mfsdp_unit"]
-    if unit.fqn != "(root)" or unit.ranks == 1 or not torch.is_grad_enabled():
+def expect_unsharded() -> None:
+    """Has the next backwards look for parameters whose gradients nobody averages; called when a model is sharded."""
+    unsupported.before_backward["unsharded"] = warn_of_unsharded
+    _looks[0] = 8  # those of several models that train in turns
+
+
+def warn_of_unsharded(leaves: Iterable[torch.Tensor]) -> None:
+    """Warns of unsharded parameters of partly sharded models, once each: no program reduces their gradients.
+
+    Args:
+        leaves: what a backward will give gradients.
+    """
+    _looks[0] -= 1
+    if _looks[0] < 0:
+        del unsupported.before_backward["unsharded"]
         return
-    plain = [
-        name
-        for name, p in nn.Module.named_parameters(root)
-        if type(p) is nn.Parameter and p.requires_grad and not hasattr(p, "_mfsdp_ignored")
-    ]
-    if plain and plain[0] not in warned:
-        warned.add(plain[0])
+    plain = {p for p in leaves if type(p) is nn.Parameter and not (_known(p) or hooked(p) or p in _told)}
+    modules = modules_with(plain)
+    for module in modules:
+        if isinstance(module, (nn.parallel.DistributedDataParallel, FSDPModule, FullyShardedDataParallel)):
+            plain.difference_update(module.parameters())
+    found = [(names, m) for m in modules if (names := _unsharded_in(m, plain))]
+    names, root = max(found, key=lambda pair: (len(pair[0]), sum(1 for _ in pair[1].modules())), default=([], None))
+    if names:
+        _told.update(dict.fromkeys(plain))
         warnings.warn(
-            f"mfsdp: {', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''} of {unit.outermost.name} came behind "
-            "fully_shard and are not sharded. Compiled code averages their gradients over ranks; this forward is not "
-            "compiled, and each rank goes on with its own. Make them before fully_shard, or compile the model",
+            f"mfsdp: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''} of {type(root).__name__} are not "
+            "sharded, and read by code that is not compiled: nobody averages their gradients over ranks, each rank "
+            "goes on with its own. Call mfsdp.fully_shard on the whole model, its blocks before it if you like, or "
+            "compile the whole model; list what you average yourself in ignored_params",
             stacklevel=2,
         )
+
+
+def modules_with(params: set[nn.Parameter]) -> list[nn.Module]:
+    """Returns all modules of the process that have one of the parameters, their own or one below."""
+    objects = gc.get_objects() if params else ()
+    return [m for m in objects if issubclass(type(m), nn.Module) and any(p in params for p in m.parameters())]
+
+
+def _unsharded_in(module: nn.Module, plain: set[nn.Parameter]) -> list[str]:
+    """Returns the names of parameters of a module, if units below it are sharded over several ranks."""
+    units = (m.__dict__.get("_mfsdp_unit") for m in module.modules())
+    if hasattr(module, "_orig_mod") or not any(unit is not None and unit.ranks > 1 for unit in units):
+        return []
+    return [name for name, p in nn.Module.named_parameters(module) if p in plain]
+
+
+def _known(p: torch.Tensor) -> bool:
+    """Whether somebody averages its gradients, or the caller said that it is to be left alone."""
+    return hasattr(p, "_mfsdp_ignored") or getattr(p, "_mfsdp_averaged", False)
+
+
+_looks = [0]
+_told: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters that were named; by identity."""
 
 
 def _scalars_are_captured() -> bool:

@@ -16,7 +16,7 @@ from ..buffers import state_dict_hooks
 from ..buffers.flat_buffer import FlatBuffer, Ref, UnitState, refs
 from ..dtensor import transformer_engine as te
 from ..ir import ops
-from . import eager, fsdp2_api, hf_overrides
+from . import eager, fsdp2_api, hf_overrides, parametrized
 from .rollback import Rollback
 
 Casts = tuple[torch.dtype | None, torch.dtype | None]
@@ -305,7 +305,7 @@ def _registering(base: type[nn.Module]) -> Methods:
 
     def __delattr__(self: nn.Module, name: str) -> None:
         if name in refs(self):
-            raise _too_late(base, name)
+            raise parametrized.too_late(base, name)
         base.__delattr__(self, name)
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None, **more: Any) -> None:
@@ -314,9 +314,9 @@ def _registering(base: type[nn.Module]) -> Methods:
             rest = dict(self._parameters)
             self._parameters.clear()
             self._parameters.update(own | rest)
-            raise _too_late(base, gone[0])
+            raise parametrized.too_late(base, gone[0])
         if getattr(param, "_mfsdp_owner", None) is not None and name not in refs(self):
-            raise _too_late(base, name)
+            raise parametrized.too_late(base, name)
         if name in refs(self) and param is not (now := self._parameters.get(name)):
             ref: Any = refs(self)[name]
             if now is not ref.buffer.params[ref.slot] and te.wrapped_again(now, param):
@@ -365,14 +365,6 @@ def _loading(base: type[nn.Module]) -> Methods:
             self._parameters = own
 
     return {"_load_from_state_dict": _load_from_state_dict, "_apply": _apply}
-
-
-def _too_late(base: type[nn.Module], name: str) -> RuntimeError:
-    """The error for weight_norm, spectral_norm, pruning, parametrizations and ties applied after `fully_shard`."""
-    return RuntimeError(
-        f"mfsdp: {base.__name__}.{name}: sharded, it stays where and what it is; nothing was changed. Tie weights, and "
-        "apply weight_norm, spectral_norm, pruning and parametrizations, or remove them, before fully_shard"
-    )
 
 
 def _parameters(

@@ -17,6 +17,7 @@ from torch import fx
 from ..buffers.flat_buffer import FlatBuffer, owner_of
 from ..config.own_source import ours
 from ..ir import ops
+from ..runtime import engine
 from ..runtime.checksums import checksum
 
 
@@ -116,8 +117,14 @@ def _storage(node: object) -> int:
 
 
 def storage(value: object) -> int:
-    """Identity of a tensor's storage, fake or not; 0 for none."""
+    """Identity of a tensor's storage, fake or not; 0 for none.
+
+    Raises:
+        NotImplementedError: a ``torch.func`` transform reads a sharded parameter.
+    """
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        if engine.in_transform(value):
+            raise not_transformed("the model")
         return int(value.untyped_storage()._cdata)
     return 0
 
@@ -127,6 +134,15 @@ def _line(node: fx.Node) -> str:
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     mine = [f"{file}:{line}" for file, line in frames if not ours(file) and "/torch/" not in file]
     return mine[-1] if mine else ""
+
+
+def not_transformed(what: str) -> NotImplementedError:
+    """The error for parameters that a ``torch.func`` transform or forward-mode AD reads."""
+    return NotImplementedError(
+        f"mfsdp: {what} is sharded, and torch.func (grad, vmap, ...) and forward-mode AD cannot transform what gathers "
+        "it. Give the call whole values of all parameters: torch.func.functional_call(model, {name: p.full_tensor() "
+        "for name, p in model.named_parameters()}, args)."
+    )
 
 
 # Plain Python

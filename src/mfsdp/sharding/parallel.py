@@ -84,6 +84,14 @@ def _summed_over(module: nn.Module) -> DeviceMesh | None:
     return mesh
 
 
+def hooked(param: torch.Tensor) -> bool:
+    """Whether a hook other than those of `is_sum` is registered. Private in torch (two attributes); tried on 2.11 to
+    2.15.
+    """
+    hooks = [param._backward_hooks, param._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    return any(not is_sum(hook) for found in hooks if found for hook in found.values())
+
+
 def is_sum(hook: Callable[..., object]) -> bool:
     """Whether a parameter's hook does what `TPShard.summands` do."""
     return str(getattr(hook, "__module__", "")).startswith(_THEIRS) and hook.__name__ == "_all_reduce_grad"

@@ -26,10 +26,12 @@ from ..runtime import watchdog
 from . import (
     auto_wrap,
     cross_rank_check,
+    eager_warnings,
     fp8_weights,
     fsdp2_api,
     materialize,
     parallel,
+    parametrized,
     plain_shards,
     quantized_linear,
     te_modules,
@@ -139,6 +141,7 @@ def fully_shard(
     fsdp2_api.no_offload(offload_policy, shard_placement_fn)
     given = _modules(module, units)
     root = given[0] if len(given) == 1 else nn.ModuleList(given)
+    validate.not_by_torch(root)
     validate.at_rest(root)
     no_optimizer(root)
     auto, ignored = isinstance(units, str) and units == "auto", set(ignored_params or ())
@@ -161,6 +164,8 @@ def fully_shard(
             )
         synced = call.groups if sync_module_states else []
         state_dict_hooks.teach()
+        parametrized.refuse()
+        eager_warnings.expect_unsharded()
         # Tensors made here train, even if the caller is in inference mode.
         with torch.inference_mode(False), Rollback(placement.cut == 1, _keeps_originals(planned)) as rollback:
             for param in ignored:

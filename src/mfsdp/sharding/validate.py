@@ -11,8 +11,9 @@ from ..dtensor import torchao
 from ..dtensor import transformer_engine as te
 from ..dtensor.sharded_parameter import ShardedParameter
 from ..dtensor.tp_shards import here
+from ..dtensor.unsupported import sharded_by_torch
 from .module import units_of
-from .parallel import is_sum
+from .parallel import hooked
 from .quantized_linear import QuantizedLinear
 
 
@@ -32,7 +33,7 @@ def validate(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
         raise ValueError(
             f"fully_shard: parameter {fqn} has a gradient, which would be lost; call zero_grad() of the model first"
         )
-    if _hooked(param):
+    if hooked(param):
         raise ValueError(
             f"fully_shard: parameter {fqn} has hooks, which would be lost; register them after fully_shard, on the "
             "parameters that the model has then"
@@ -151,18 +152,22 @@ def _fake(param: torch.Tensor) -> bool:
     return isinstance(param, FakeTensor)
 
 
-def _hooked(param: torch.Tensor) -> bool:
-    """Whether a hook is registered. Private in torch (two attributes); tried on 2.11 to 2.15."""
-    hooks = [param._backward_hooks, param._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
-    return any(not is_sum(hook) for found in hooks if found for hook in found.values())
-
-
 def _unit_of(param: ShardedParameter) -> str:
     unit = getattr(param._mfsdp_owner, "unit", None)
     return unit.fqn if isinstance(unit, UnitState) else "?"
 
 
 # Modules that are already sharded
+
+
+def not_by_torch(module: nn.Module) -> None:
+    """Refuses a model that torch's FSDP2 or FSDP has sharded.
+
+    Raises:
+        ValueError: names which, and what to do.
+    """
+    if instead := sharded_by_torch(module):
+        raise ValueError(f"fully_shard: {instead}")
 
 
 def at_rest(module: nn.Module) -> None:
