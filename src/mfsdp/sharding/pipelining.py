@@ -4,7 +4,8 @@
     stage = mfsdp.PipelineStage(part, index, stages, device, group=mesh["pp"].get_group())
     schedule = ScheduleInterleavedZeroBubble([stage, ...], microbatches, loss_fn=loss)
 
-torch's schedules run unchanged. Tried with torch 2.13.
+torch's schedules run unchanged; to them a stage is no FSDP module, so that their actions UNSHARD, RESHARD and
+REDUCE_GRAD gather and reduce nothing, and 2.15's ``finalize_gradients`` has no effect. Tried with torch 2.13 and 2.15.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class PipelineStage(TorchPipelineStage):
         return self._run(*args, **kwargs)
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
-        """Runs the module for metadata. Private in torch; tried on 2.13."""
+        """Runs the module for metadata. Private in torch; tried on 2.13 and 2.15."""
         return super()._compute_outputs(*args, module=self._run, **kwargs)
 
     def backward_one_chunk(
