@@ -51,6 +51,30 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(12, 12) for _ in range(4)]).to(BF16)
 
 
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_what_was_taken_before_a_thaw(strategy):
+    """Writes to it do not reach the weights any more: they are refused, or told of where they cannot be seen."""
+    model = layers()
+    model[0].requires_grad_(False)
+    mfsdp.fully_shard(model, units=[nn.Linear], strategy=strategy)
+    taken = [model[0].weight.detach(), model.state_dict()["0.weight"]]
+    rows = model[0].weight.to_local()
+    taken[0].mul_(2)
+    with pytest.warns(UserWarning, match="was taken of .* while it was frozen") as seen:
+        model[0].requires_grad_(True)
+        model(torch.ones(2, 12, dtype=BF16)).sum().backward()
+    assert sum("while it was frozen" in str(w.message) for w in seen) == 1
+    before = model[0].weight.full_tensor()
+    for tensor in taken:
+        with pytest.raises(RuntimeError, match="take it again"), torch.no_grad():
+            tensor.mul_(2)
+    rows.detach().mul_(2)
+    assert torch.equal(model[0].weight.full_tensor(), before)
+    for tensor in (model[0].weight.detach(), model.state_dict()["0.weight"]):
+        tensor.mul_(2)
+    assert torch.equal(model[0].weight.full_tensor(), 4 * before)
+
+
 WHEN = ("between", "before backward", "summoned")
 
 

@@ -213,5 +213,5 @@ class _Written:
     stale: bool = False
     exposed: bool = field(default=False, compare=False)
 
-    def before_write(self) -> None:
+    def before_write(self, rows: torch.Tensor | None = None) -> None:
         """Nothing depends on what gradients were."""

@@ -12,6 +12,7 @@ checksum costs a pass over the shard where a program begins, and on CUDA a wait 
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +65,8 @@ class Weights:
         """Writes to ``main`` past its version counter."""
         self._former = 0
         """Versions of former tensors in place of ``main``."""
+        self.widened = False
+        """Whether `widen` has moved ``main``."""
         self.stale = True
         self._version = -1
         self._overtaken: tuple[int, int] | None = None
@@ -76,12 +79,19 @@ class Weights:
         self.initialised = False
         """Whether initialisers are done; later writes are real values."""
 
-    def before_write(self) -> None:
+    def before_write(self, rows: torch.Tensor | None = None) -> None:
         """Frees gathered parameters that ``unshard()`` keeps, so that the next forward gathers new values.
 
+        Args:
+            rows: what will be written to, if not ``main``.
+
         Raises:
-            RuntimeError: inside `mfsdp.unsharded`, where forwards would use the old values.
+            RuntimeError: inside `mfsdp.unsharded`, where forwards would use the old values; `rows` are from before
+                `widen`.
         """
+        checked = rows if self.widened and rows is not None and rows.numel() else self.main
+        if checked.untyped_storage()._cdata != self.main.untyped_storage()._cdata:
+            raise RuntimeError(f"mfsdp: a tensor that {self._retaken()}: the write would be lost")
         unit = self.buffer.unit
         if unit.kept and unit.open:
             raise RuntimeError(
@@ -91,8 +101,21 @@ class Weights:
         if unit.kept:
             unit.reshard()
 
+    def _retaken(self) -> str:
+        return (
+            f"was taken of {self.buffer.path} while it was frozen is no part of its weights any more, which were given "
+            "the dtype of those that train: take it again (detach(), to_local(), state_dict())"
+        )
+
     def widen(self, dtype: torch.dtype) -> None:
-        """Moves ``main`` to new memory in a wider dtype. What a backward has yet to read stays."""
+        """Moves ``main`` to new memory in a wider dtype. What a backward has yet to read stays.
+
+        Warns:
+            UserWarning: rows have been handed out as plain tensors, and writes to them will be lost.
+        """
+        if self._exposed:
+            warnings.warn(f"mfsdp: what {self._retaken()}", stacklevel=2)
+        self.widened = True
         for early in step_prefetch.of([self.buffer]):
             early.drop()
         former = self.version

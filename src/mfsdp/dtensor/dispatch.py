@@ -33,7 +33,7 @@ def _dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         written = kwargs.get("out", args[0])
         for tensor in written if isinstance(written, (list, tuple)) else (written,):
             if isinstance(tensor, ShardedDTensor) and tensor._mfsdp_written is not None:
-                tensor._mfsdp_written.before_write()
+                tensor._mfsdp_written.before_write(tensor._local_tensor)
                 tensor._mfsdp_written.stale = True
     try:
         return handler(func, args, kwargs)

@@ -112,8 +112,8 @@ class Written(Protocol):
     exposed: bool
     """Set where rows are handed out as a plain tensor, which may be written to undetected."""
 
-    def before_write(self) -> None:
-        """Called before each write through a DTensor."""
+    def before_write(self, rows: torch.Tensor | None = None) -> None:
+        """Called before each write through a DTensor, with the rows that will be written to if they are known."""
 
 
 class ShardedDTensor(DTensor):
@@ -309,7 +309,7 @@ class ShardedDTensor(DTensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self._mfsdp_written is not None:  # every rank calls this before a load, even without chunks
-            self._mfsdp_written.before_write()
+            self._mfsdp_written.before_write(self._local_tensor)
             self._mfsdp_written.stale = True
         return self._chunks()
 

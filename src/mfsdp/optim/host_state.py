@@ -85,7 +85,7 @@ class HostedState:
             start += size_of(self.numel, dtype.itemsize)
         return out
 
-    def before_write(self) -> None:
+    def before_write(self, rows: torch.Tensor | None = None) -> None:
         """Reading the rows waits for a store in flight."""
 
     def settle(self) -> None:
