@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,19 +14,29 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
 from torch import nn
+from torch._prims import rng_prims
 from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler.tracing import Programs
+from mfsdp.config.block_grid import decode, encode
+from mfsdp.config.units import Unit
 from mfsdp.ir import byte_costs, ops, printer
 from mfsdp.ir.program import Program, operator
 from mfsdp.ir.roles import Kind, is_kind, role
 from mfsdp.ir.split_backward import split_backward
 from mfsdp.ir.verifier import check
 from tests.fuzz.parts import MLP, Attention, Convolution, Mixture, Scale
+from tests.helpers.fp8 import Coded
 from tests.helpers.simulated_ranks import SimulatedRanks, Values, packed
+from tests.helpers.toys import offloaded
+
+
+def coded(width: int, recipe: str) -> nn.Module:
+    return nn.Sequential(nn.Flatten(0, 1), Coded(width, width, recipe, bias=True), nn.Unflatten(0, (2, 3)))
+
 
 LAYERS = {
     "linear": lambda w: nn.Linear(w, w),
@@ -37,6 +47,8 @@ LAYERS = {
     "convolution": lambda w: Convolution(w, 3),
     "mixture": lambda w: Mixture(w, 3),
     "scale": Scale,
+    "tensorwise": lambda w: coded(w, "tensorwise"),
+    "rowwise": lambda w: coded(w, "rowwise"),
 }
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -50,6 +62,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "hfsdp": {"mesh_shape": (2, 2), "outer_strategy": "optim"},
     "hfsdp of optim": {"mesh_shape": (2, 2), "strategy": 1, "outer_strategy": "optim"},
 }
+
+MOST = 3
+"""Microbatches of a step, at most."""
 
 PRECISIONS = {
     "fp64": torch.float64,
@@ -67,6 +82,8 @@ class Layer:
     """Whether it is called twice in a row."""
     checkpointed: bool = False
     frozen: bool = False
+    away: bool = False
+    """Whether what its forward saves goes to the host."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +111,8 @@ class Model(nn.Module):
         return self.head(x)
 
 
-layers = st.builds(Layer, st.sampled_from([*LAYERS]), *[st.booleans()] * 4, st.sampled_from([False, False, True]))
+seldom = st.sampled_from([False, False, True])
+layers = st.builds(Layer, st.sampled_from([*LAYERS]), *[st.booleans()] * 4, seldom, seldom)
 toys = st.builds(
     Toy,
     st.lists(layers, min_size=1, max_size=3).map(tuple),
@@ -112,6 +130,7 @@ options = st.fixed_dictionaries(
         "quantize": st.booleans(),
         "check_finite": st.booleans(),
         "split_backward": st.booleans(),
+        "microbatches": st.sampled_from([1, 1, 3]),
     }
 )
 
@@ -127,8 +146,9 @@ class Traced:
         model = Model(toy).to(main)
         units = [f"layers.{i}" for i, layer in enumerate(toy.layers) if layer.unit]
         more = {} if double else {"mp_policy": policy}
-        example = torch.randn(2, 3, toy.width, dtype=compute, requires_grad=True)
-        self.programs: Programs = mfsdp.trace(model, (example,), units=units, **PLACES[toy.place], **more)
+        with offloaded(*(f"layers.{i}" for i, layer in enumerate(toy.layers) if layer.away), least=1):
+            example = torch.randn(2, 3, toy.width, dtype=compute, requires_grad=True)
+            self.programs: Programs = mfsdp.trace(model, (example,), units=units, **PLACES[toy.place], **more)
         forward = self.programs.forward
         self.units = forward.units
         self.names = {
@@ -136,46 +156,63 @@ class Traced:
             for u in self.units
             for slot in u.layout.slots
         }
-        weights = dict(model.named_parameters())
-        self.weights = {at: weights[name].detach() for at, name in self.names.items()}
+        self.weights = {at: model.get_parameter(name).detach() for at, name in self.names.items()}
         ranks = self.ranks()
-        self.xs = [torch.randn(2, 3, toy.width, dtype=compute, requires_grad=True) for _ in ranks.ranks]
-        self.tangents = [torch.randn(2, 3, 3, dtype=compute) for _ in ranks.ranks]
-        self.results, gradients = [], []
-        for rank in ranks.ranks:
-            twin = copy.deepcopy(model)
-            for at, name in self.names.items():
-                unit = ranks.units[at[0]]
-                flat = ranks.full(unit, rank)[at[1] : at[1] + weights[name].numel()]
-                twin.get_parameter(name).data = flat.view(weights[name].shape)
-            y = twin(self.xs[rank])
-            y.backward(self.tangents[rank])
-            self.results.append((y.detach(), self.xs[rank].grad))
-            gradients.append({name: p.grad for name, p in twin.named_parameters() if p.grad is not None})
-        self.accumulated: dict[str, Values] = {}
-        for unit in self.units:
-            flat = [
-                packed(
-                    unit,
-                    {at[1]: g[name] for at, name in self.names.items() if at[0] == unit.name and name in g},
-                    unit.spec.precision.compute,
-                )
-                for g in gradients
-            ]
-            self.accumulated[unit.name] = ranks.reduced(unit, flat)
+        made = torch.Generator().manual_seed(0)
+        self.batches = [
+            [[torch.randn(2, 3, n, dtype=compute, generator=made) for _ in ranks.ranks] for n in (toy.width, 3)]
+            for _ in range(MOST)
+        ]
+        """By microbatch: inputs, and gradients of the results, by rank."""
+        self.twins = [self._twin(model, ranks, rank) for rank in ranks.ranks]
+
+    def _twin(self, model: Model, ranks: SimulatedRanks, rank: int) -> Model:
+        """The unsharded model with the weights that a rank gathers."""
+        twin = copy.deepcopy(model)
+        for at, name in self.names.items():
+            old, flat = twin.get_parameter(name), ranks.full(ranks.units[at[0]], rank)
+            old.data = flat[at[1] : at[1] + old.numel()].view(old.shape)
+        return twin
+
+    @cached_property
+    def wanted(self) -> tuple[list[list[Values]], list[dict[str, Values]]]:
+        """By microbatch: results, of forward and for its input; and by their number what a step accumulates."""
+        results, gradients = [], []
+        for xs, tangents in self.batches:
+            results.append(([], []))
+            gradients.append([])
+            for twin, x, tangent in zip(self.twins, xs, tangents, strict=True):
+                x = x.clone().requires_grad_()
+                y = twin(x)
+                y.backward(tangent)
+                results[-1][0].append(y.detach())
+                results[-1][1].append(x.grad)
+                gradients[-1].append({n: p.grad for n, p in twin.named_parameters() if p.grad is not None})
+                twin.zero_grad()
+        ranks = self.ranks()
+        flat = {unit.name: [self._flat(unit, found) for found in gradients] for unit in self.units}
+        return results, [
+            {unit.name: ranks.reduced(unit, flat[unit.name][:n]) for unit in self.units} for n in range(1, MOST + 1)
+        ]
+
+    def _flat(self, unit: Unit, gradients: list[dict[str, torch.Tensor]]) -> Values:
+        names = {at[1]: name for at, name in self.names.items() if at[0] == unit.name}
+        dtype = unit.spec.precision.compute
+        return [packed(unit, {at: g[name] for at, name in names.items() if name in g}, dtype) for g in gradients]
 
     def ranks(self) -> SimulatedRanks:
         return SimulatedRanks(self.units, self.weights)
 
-    def step(self, programs: Sequence[Program]) -> tuple[list[Values], dict[str, Values], list[dict[Node, int]]]:
-        """The results, of forward and for its input, and accumulators of a step, and the bytes that rank 0 has
-        allocated after each node. A backward may have two parts.
+    def step(self, programs: Sequence[Program], ranks: SimulatedRanks, number: int) -> tuple[list[Any], Any, Any]:
+        """A microbatch: its results, of forward and for its input; its gradients by unit, if they are results; and the
+        bytes that rank 0 has allocated after each node. A backward may have two parts.
         """
-        ranks, live = self.ranks(), [{} for _ in programs]
+        live: list[dict[Node, int]] = [{} for _ in programs]
         forward, *parts = programs
-        results, *given = ranks.run(forward, [[x.detach() for x in self.xs]], live[0])
+        xs, tangents = self.batches[number]
+        results, *given = ranks.run(forward, [list(xs)], live[0])
         names = [n.name for n in self.programs.backward.nodes if n.op == "placeholder"]
-        known = dict(zip(names, [*given, [t.clone() for t in self.tangents]], strict=True))
+        known = dict(zip(names, [*given, [t.clone() for t in tangents]], strict=True))
         del given
         outputs: list[Any] = [None] * len(self.programs.backward.results())
         for number, part in enumerate(parts, 1):
@@ -189,24 +226,33 @@ class Traced:
                 saved = [n.name for n in parts[number].graph.find_nodes(op="placeholder")]
                 known |= zip(saved[len(saved) - len(found) + len(outputs) :], found[len(outputs) :], strict=True)
             del found
-        wanted = None
+        wanted, unreduced = None, {}
         for node, values in zip(forward.nodes, outputs, strict=False):
             if values is not None and is_kind(node, Kind.SHARD):
-                unit = ranks.units[role(node).unit]
-                ranks.accumulators[unit.name] = ranks.reduced(unit, values)
+                unreduced[role(node).unit] = values
             elif values is not None:
                 wanted = values
-        return [results, wanted], ranks.accumulators, live
+        return [results, wanted], unreduced, live
 
-    def check(self, programs: Sequence[Program]) -> None:
+    def check(self, programs: Sequence[Program], microbatches: int = 1) -> None:
         """Results and gradients have the bits of the unsharded model, and the listing says what memory is allocated."""
-        results, accumulators, live = self.step(programs)
-        for got, want in zip(zip(*results, strict=True), self.results, strict=True):
-            assert all(map(torch.equal, got, want)), "results"
-        for name, values in accumulators.items():
-            for got, want in zip(values, self.accumulated[name], strict=True):
-                assert torch.equal(got, want), f"gradients of {name}: {got - want}"
-        if programs[-1].reduced:  # parameters and their gradients are copies before
+        ranks, unreduced = self.ranks(), {unit.name: [] for unit in self.units}
+        results, accumulated = self.wanted
+        for number in range(microbatches):
+            ranks.sync = number == microbatches - 1
+            found, gradients, live = self.step(programs, ranks, number)
+            for got, want in zip(found, results[number], strict=True):
+                assert all(map(torch.equal, got, want)), "results"
+            for name, values in gradients.items():
+                unreduced[name].append(values)
+        assert not ranks.unreduced, "left unreduced"
+        for unit in self.units:
+            got, want = ranks.accumulators[unit.name], accumulated[microbatches - 1][unit.name]
+            got = ranks.reduced(unit, unreduced[unit.name]) if unreduced[unit.name] else got
+            for a, b in zip(got, want, strict=True):
+                assert torch.equal(a, b), f"gradients of {unit.name}: {a - b}"
+        alone = any(p.calls(rng_prims.run_and_save_rng_state) for p in programs)  # its results are counted as one
+        if programs[-1].reduced and not alone:  # parameters and their gradients are copies before
             for program, counted in zip(programs, live, strict=True):
                 lines = byte_costs.lines(program, accumulators=False)
                 said = [(line.node, line.live) for line in lines]
@@ -232,51 +278,63 @@ def shown(name: str) -> str:
 
 
 traced = cache(Traced)
-seen: set[tuple[str, ...]] = set()
 
 
-def prefixes(programs: Programs, table: pipeline.Table, split: bool) -> Iterator[tuple[str, list[Program]]]:
-    """The programs after each pass, checked by the verifier; ``split``: with the backward in two parts."""
-    now = [p.copy() for p in programs]
-    if split and (parts := split_backward(programs.backward)) is not None:
-        now[1:] = [parts.input, parts.weight]
-    yield "capture", now
+def prefixes(
+    programs: Programs, table: pipeline.Table, split: bool, known: dict[Any, list[Program]]
+) -> Iterator[tuple[Any, list[Program]]]:
+    """The programs after each pass, with what was done to get them. The verifier checks them, where they are not known.
+
+    Args:
+        split: with the backward in two parts.
+        known: programs by what was done; receives the others.
+    """
+    done: tuple[Any, ...] = (split,)
+    if done not in known:
+        known[done] = now = [p.copy() for p in programs]
+        if split and (parts := split_backward(programs.backward)) is not None:
+            now[1:] = [parts.input, parts.weight]
+    yield done, known[done]
     for name, function in table:
-        for p in now:
-            pipeline.rewrite(p, ((name, function),))
-            check(p)
-        yield name, now
+        before, done = known[done], (*done, (name, repr(getattr(function, "keywords", ""))))
+        if done not in known:
+            known[done] = [p.copy() for p in before]
+            for p in known[done]:
+                pipeline.rewrite(p, ((name, function),))
+                check(p)
+        yield done, known[done]
 
 
 def holds(toy: Toy, several: list[dict[str, Any]]) -> None:
     """What must hold after every pass, under several options."""
-    want = traced(toy)
+    want, known, seen = traced(toy), {}, {}
     for chosen in several:
-        knobs = {name: value for name, value in chosen.items() if name != "split_backward"}
-        for name, programs in prefixes(want.programs, pipeline.table(**knobs), chosen["split_backward"]):
-            text = (repr(toy), *(f"{p.slots}\n{p.graph}" for p in programs))
-            if text not in seen:
-                note(f"after {name}, options {chosen}")
-                want.check(programs)
-                seen.add(text)
+        knobs = {name: value for name, value in chosen.items() if name not in ("split_backward", "microbatches")}
+        for done, programs in prefixes(want.programs, pipeline.table(**knobs), chosen["split_backward"], known):
+            microbatches = chosen["microbatches"] if programs[-1].reduced else 1  # before, nothing is left unreduced
+            text = "\n".join(f"{p.slots}\n{p.graph}" for p in programs) if seen.get(done, 0) < microbatches else done
+            if max(seen.get(done, 0), seen.get(text, 0)) < microbatches:
+                note(f"after {done[-1]}, options {chosen}")
+                want.check(programs, microbatches)
+            seen[done] = seen[text] = max(microbatches, seen.get(done, 0))
         for program in programs:
             reads_back(program)
 
 
 settled = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-five_options = st.lists(options, min_size=5, max_size=5)
+eight_options = st.lists(options, min_size=8, max_size=8)
 
 
 @pytest.mark.slow
-@settings(max_examples=40, derandomize=True, **settled)
-@given(toys, five_options)
+@settings(max_examples=25, derandomize=True, **settled)
+@given(toys, eight_options)
 def test_every_prefix_gives_the_bits_of_the_unsharded_model(toy, several):
     holds(toy, several)
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=400, **settled)
-@given(toys, five_options)
+@settings(max_examples=250, **settled)
+@given(toys, eight_options)
 def test_the_same_on_other_toys(toy, several):
     holds(toy, several)
 
@@ -314,11 +372,69 @@ def one_buffer(p: Program) -> None:
         node.args = (*node.args[:2], 0)
 
 
-@pytest.mark.parametrize("fault", [late_wait, early_free, wrong_place, not_divided, not_added, early_sum, one_buffer])
-def test_what_the_interpreter_sees(fault):
-    want = traced(Toy((Layer("bare"), Layer("mlp"))))
-    programs = list(prefixes(want.programs, pipeline.PIPELINE, split=False))[-1][1]
-    want.check(programs)
+def late_hold(p: Program) -> None:
+    hold = p.find(Kind.HOLD)[0]
+    p.move([hold], p.find(Kind.ACCUMULATE)[0])
+
+
+def not_held(p: Program) -> None:
+    p.erase(p.find(Kind.HOLD)[0])
+
+
+def held_early(p: Program) -> None:
+    p.move([p.find(Kind.HOLD)[0]], p.find(Kind.PACK)[0])
+
+
+def late_reload(p: Program) -> None:
+    (wait,) = [n for n in p.find(Kind.WAIT) if n.args[0] is p.find(Kind.RELOAD)[0]]
+    p.move([wait], p.readers(wait.args[0])[-1].next)
+
+
+def other_copy(p: Program) -> None:
+    a, b, *_ = p.find(Kind.RELOAD)
+    a.args, b.args = b.args, a.args
+
+
+def late_maxima(p: Program) -> None:
+    (wait,) = [n for n in p.find(Kind.WAIT) if n.args[0] is p.find(Kind.MAXIMA)[0]]
+    p.move([wait], p.find(Kind.FULL)[0])
+
+
+def other_blocks(p: Program) -> None:
+    maxima = p.find(Kind.MAXIMA)[0]
+    (grid,) = decode(maxima.args[1])
+    maxima.args = (maxima.args[0], encode((replace(grid, offset=grid.offset + 1),)), maxima.args[2])
+
+
+def without_scale(p: Program) -> None:
+    for spread in p.calls(ops.spread):
+        spread.args = (spread.args[0], [], encode(()), spread.args[3])
+
+
+def late_codes(p: Program) -> None:
+    (wait,) = [n for n in p.find(Kind.WAIT) if n.args[0] is p.find(Kind.CODES)[0]]
+    p.move([wait], p.readers(wait.args[0])[-1].next)
+
+
+FAULTS: dict[Any, tuple[tuple[Any, ...], Toy, int]] = {
+    "one microbatch": (
+        (late_wait, early_free, wrong_place, not_divided, not_added, early_sum, one_buffer),
+        Toy((Layer("bare"), Layer("mlp"))),
+        1,
+    ),
+    "no_sync": ((late_hold, not_held, held_early), Toy((Layer("bare"),), "optim"), 2),
+    "host": ((late_reload, other_copy), Toy((Layer("mlp", away=True), Layer("mlp", away=True))), 1),
+    "FP8": ((late_maxima, other_blocks, without_scale), Toy((Layer("rowwise"),), precision="bf16 compute"), 1),
+    "persistent FP8": ((late_codes,), Toy((Layer("rowwise"),), "optim", "bf16 compute"), 1),
+}
+
+
+@pytest.mark.parametrize("kind, fault", [(kind, fault) for kind, (faults, *_) in FAULTS.items() for fault in faults])
+def test_what_the_interpreter_sees(kind, fault):
+    _, toy, microbatches = FAULTS[kind]
+    want = traced(toy)
+    programs = list(prefixes(want.programs, pipeline.PIPELINE, False, {}))[-1][1]
+    want.check(programs, microbatches)
     fault(programs[1])
     with pytest.raises((AssertionError, StopIteration)):
-        want.check(programs)
+        want.check(programs, microbatches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -53,12 +56,15 @@ def batch() -> torch.Tensor:
 class Parallel(nn.Module):
     """Cut columns, cut rows, and a module that knows the ranks and is whole on each, marked as TE marks all three."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, values: Sequence[Any] = (None, None, None), **how: Any) -> None:
+        """``values``: the weights on all ranks together."""
         super().__init__()
-        self.group, ranks = group, 1 if group is None else group.size()
-        self.up = Linear(16, 32 // ranks, dtype=torch.float64)
-        self.down = Linear(32 // ranks, 16, dtype=torch.float64)
-        self.head = Linear(16, 6, dtype=torch.float64)
+        self.group, ranks, rank = group, *((1, 0) if group is None else (group.size(), group.rank()))
+        up, down, head = values
+        how = {"dtype": torch.float64, **how}
+        self.up = Linear(16, 32 // ranks, value=up if up is None else up.chunk(ranks)[rank], **how)
+        self.down = Linear(32 // ranks, 16, value=down if down is None else down.chunk(ranks, 1)[rank], **how)
+        self.head = Linear(16, 6, value=head, **how)
         for module, mode in (self.up, "column"), (self.down, "row"), (self.head, None):
             module.parallel_mode, module.tp_size, module.tp_group = mode, ranks, group
             module.weight.tensor_model_parallel = True
@@ -93,6 +99,44 @@ def test_tensor_parallel_weights(four_ranks, lowering):
     for wrong, where, shapes in four_ranks.run(tensor_parallel, lowering):
         assert wrong < 1e-9, where
         assert shapes == [32, 16, 16, 32, 6, 16]
+
+
+def quantised_pieces(folder: str, preserved: bool) -> None:
+    """Trains a step on 2 x 2 ranks and loads it on 4 x 1, each from weights that are FP8 from the start."""
+    reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    made = torch.Generator().manual_seed(0)
+    first, second = ([torch.randn(*n, generator=made).bfloat16() for n in SHAPES] for _ in range(2))
+    how = {"dtype": torch.bfloat16, "quantised": True, "preserved": preserved}
+    models = Parallel(mesh.get_group("tp"), first, **how), Parallel(None, second, **how)
+    places = mesh["dp_shard"], init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+    optimizers = []
+    for model, place in zip(models, places, strict=True):
+        mfsdp.fully_shard(model, mesh=place, units=["up", "down"], mp_policy=BF16)
+        optimizers.append(torch.optim.AdamW(model.parameters(), lr=0.1))
+    parts = first[0].chunk(2), first[1].chunk(2, 1), [first[2]]
+    for p, pieces, dim in zip(models[0].parameters(), parts, (0, 1, 0), strict=True):
+        want = [w if preserved else QuantizedTensor.of(w).dequantize() for w in pieces]
+        assert p.dtype is torch.float32 and torch.equal(p.full_tensor(), torch.cat(want, dim).float())
+    compiled(models[0], "eager")(batch() + dist.get_rank() // 2).float().square().mean().backward()
+    optimizers[0].step()
+    dcp.save(dict(zip("mo", get_state_dict(models[0], optimizers[0]), strict=True)), checkpoint_id=folder)
+    state = dict(zip("mo", get_state_dict(models[1], optimizers[1]), strict=True))
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(models[1], optimizers[1], model_state_dict=state["m"], optim_state_dict=state["o"])
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        moments = [[o.state[x][n] for n in ("exp_avg", "exp_avg_sq")] for o, x in zip(optimizers, (p, q), strict=True)]
+        for a, b in zip([p, *moments[0]], [q, *moments[1]], strict=True):
+            assert torch.equal(a.full_tensor(), b.full_tensor()) and a.full_tensor().abs().max() > 0
+
+
+SHAPES = (32, 16), (16, 32), (6, 16)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("preserved", [True, False])
+def test_quantised_pieces_are_saved_and_loaded_elsewhere(four_ranks, tmp_path, preserved):
+    four_ranks.run(quantised_pieces, str(tmp_path), preserved, timeout=300)
 
 
 def test_modules_are_told():

@@ -142,10 +142,12 @@ class Linear(TransformerEngineBaseModule):
         compiles: bool = True,
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cpu",
+        value: torch.Tensor | None = None,
     ):
         super().__init__()
         self.fuse_wgrad_accumulation, self.compiles = fuse_wgrad_accumulation, compiles
-        value = torch.empty(outputs, inputs, dtype=dtype, device=device).normal_()
+        if value is None:
+            value = torch.empty(outputs, inputs, dtype=dtype, device=device).normal_()
         weight = nn.Parameter(QuantizedTensor.of(value) if quantised else value)
         if quantised:
             self.primary_weights_in_fp8 = True

@@ -2,13 +2,14 @@
 
 It shares nothing with the kernels. What each operation means is spelled out here, as slowly as that is easy to read:
 what a collective launches holds NaN until its wait, and what it reads must not change until then; freed memory and
-memory of an unfinished sum hold NaN; a static buffer is one piece of memory for all that is placed in it. Every
-backward synchronises (`hold` does nothing).
+memory of an unfinished sum hold NaN; a static buffer is one piece of memory for all that is placed in it. A step may
+have several microbatches, of which the last one synchronises; the host is memory that is not counted.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.fx.node import map_arg
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from mfsdp.config.block_grid import Grid, decode
 from mfsdp.config.units import GroupIndex, Unit, UnitSpec
 from mfsdp.ir import ops
 from mfsdp.ir.program import INPUT, KEPT, STORAGE, Program, operator
@@ -52,6 +54,17 @@ def joined(parts: Sequence[torch.Tensor], splits: Sequence[int]) -> torch.Tensor
     )
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def blocks(grid: Grid) -> tuple[slice, torch.Tensor]:
+    """Where a parameter is in the full buffer, and the number of the block of each of its elements."""
+    elements = torch.arange(math.prod(d.size for d in grid.digits))
+    numbers = sum((elements // d.stride % d.size * d.place for d in grid.digits), torch.zeros_like(elements))
+    return slice(grid.offset, grid.offset + len(elements)), numbers
+
+
 class SimulatedRanks:
     """The ranks of a mesh (outer, shard), and what they keep between programs.
 
@@ -68,6 +81,10 @@ class SimulatedRanks:
         self.main: dict[str, Values] = {}
         self.source: dict[str, Values] = {}
         self.accumulators: dict[str, Values] = {}
+        self.sync = True
+        """Whether the microbatch that runs synchronises."""
+        self.unreduced: dict[tuple[str, int], Values] = {}
+        """Gradients of earlier microbatches that wait for that, by unit and elements."""
         for unit in units:
             mine = {offset: w for (name, offset), w in weights.items() if name == unit.name}
             full = packed(unit, mine, unit.spec.precision.main)
@@ -99,9 +116,8 @@ class SimulatedRanks:
         peers = self._peers(GroupIndex.SHARD_GATHER, rank)
         return joined([shards[r] for r in peers], s.splits) if s.world > 1 else shards[rank]
 
-    def refreshed(self, s: UnitSpec, main: Values) -> Values:
-        """Persistent parameters."""
-        rows = [m.to(s.precision.comm) for m in main]
+    def refreshed(self, s: UnitSpec, rows: Values) -> Values:
+        """Persistent parameters, from every rank's main weights in the dtype that is communicated."""
         if s.outer_optim:
             splits = s.splits_on(GroupIndex.OUTER_GATHER)
             rows = [joined([rows[p] for p in self._peers(GroupIndex.OUTER_GATHER, r)], splits) for r in self.ranks]
@@ -110,9 +126,9 @@ class SimulatedRanks:
     def full(self, unit: Unit, rank: int) -> torch.Tensor:
         """All parameters of a unit, in the compute dtype."""
         s = unit.spec
-        rows = self.refreshed(s, self.main[unit.name]) if s.persistent else self.main[unit.name]
-        flat = rows[rank] if s.replica else self.whole(s, [r.to(s.precision.comm) for r in rows], rank)
-        return flat.to(s.precision.comm).to(s.precision.compute)
+        rows = [r.to(s.precision.comm) for r in self.main[unit.name]]
+        rows = self.refreshed(s, rows) if s.persistent else rows
+        return (rows[rank] if s.replica else self.whole(s, rows, rank)).to(s.precision.compute)
 
     def sums(self, s: UnitSpec, values: Values, group: int) -> Values:
         """For each rank the sum over its group, in rank order, in the sum's dtype."""
@@ -127,18 +143,27 @@ class SimulatedRanks:
             out.append(part(total, splits, len(peers), peers.index(r)).to(dtype))
         return out
 
-    def reduced(self, unit: Unit, gfull: Values) -> Values:
+    def reduced(self, unit: Unit, microbatches: Sequence[Values]) -> Values:
         """What a step adds to the accumulators, from every rank's gradients, [full_numel] in the compute dtype."""
         s = unit.spec
-        total = [g.to(s.precision.grad_comm) * s.predivide for g in gfull]
+        each = [[g.to(s.precision.grad_comm) * s.predivide for g in gfull] for gfull in microbatches]
         for group in (GroupIndex.SHARD_GATHER, GroupIndex.OUTER_GATHER):
             if s.ranks_on(group) == 1:
                 continue
+            if s.hold or group.outer:
+                each = [[self.joint(s, parts) for parts in zip(*each, strict=True)]]
             if group.outer and not s.outer_optim:
-                total = [t.to(s.precision.grad_comm) for t in self.sums(s, total, group)]
+                each = [[t.to(s.precision.grad_comm) for t in self.sums(s, total, group)] for total in each]
             else:
-                total = self.scattered(s, total, group)
-        return [t.to(s.precision.grad) * (1 / (s.divide * s.predivide)) for t in total]
+                each = [self.scattered(s, total, group) for total in each]
+        scale = 1 / (s.divide * s.predivide)
+        return [sum(t.to(s.precision.grad) * scale for t in parts) for parts in zip(*each, strict=True)]
+
+    @staticmethod
+    def joint(s: UnitSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A rank's gradients of several microbatches: the last one's dtype, added up in the accumulator's."""
+        *before, last = parts
+        return (sum(g.to(s.precision.grad) for g in before) + last).to(last.dtype) if before else last
 
     def run(self, program: Program, given: list[Values], live: dict[Node, int] | None = None) -> list[Values | None]:
         """Runs a program on all ranks.
@@ -161,6 +186,8 @@ class _Run:
         self.pending: dict[Node, tuple[Callable[[], Values], Values, Values, Values]] = {}
         """By launch: how its result is computed, where it goes, what it reads, and what that was at the launch."""
         self.messages: dict[Node, torch.Tensor] = {}
+        self.held: set[Node] = set()
+        """Gradients that stay unreduced: what reduces and adds them does nothing."""
         self.slots = {
             (name, r): torch.empty(numel, dtype=torch.uint8)
             for name, numel in program.slots.items()
@@ -200,8 +227,10 @@ class _Run:
         for tensor in pytree.tree_leaves(list(self.env.get(node, ()))[:1]):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                buffers = INPUT in node.meta or node.target is ops.kept_cast  # which outlive the program
-                owned = not buffers and node.meta.get(STORAGE, (0, True))[1] is not None
+                outlives = INPUT in node.meta or node.target in (ops.kept_cast, ops.refresh_codes)
+                owned = (
+                    not outlives and node.target is not ops.offload and node.meta.get(STORAGE, (0, True))[1] is not None
+                )
                 self.allocated.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes() * owned))
         self.allocated = {k: v for k, v in self.allocated.items() if not v[0].expired()}
         self.live[node] = sum(n for _, n in self.allocated.values())  # type: ignore[index]
@@ -243,25 +272,45 @@ class _Run:
             self.allocated[storage._cdata] = StorageWeakRef(storage), messages
 
     def _wait(self, node: Node, out: Node, inputs: list[Node]) -> None:
-        launch = next(n for n in reversed(self.pending) if n is out or n.args[0] is out)
+        launch = next(n for n in reversed(self.pending) if n is out or (n.target in ops.IN_PLACE and n.args[0] is out))
         result, where, reads, were = self.pending.pop(launch)
         self.messages.pop(launch, None)
         if launch is out or launch.target is ops.refresh:
             for a, b in zip(reads, were, strict=True):
-                assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{launch}: what it sends was written to"
+                assert torch.equal(bits(a), bits(b)), f"{launch}: what it sends was written to"
         for w, value in zip(where, result(), strict=True):
             w.copy_(value)
 
     def _refresh(self, node: Node, source: Node) -> None:
-        unit, main = self._unit(node), self.ranks.main
-        self._launch(node, self.env[source], main[unit.name], lambda: self.ranks.refreshed(unit.spec, main[unit.name]))
+        s, main = self._unit(node).spec, self.ranks.main[self._unit(node).name]
+        rows = [m.to(s.precision.comm) for m in main]
+        self._launch(node, self.env[source], main, lambda: self.ranks.refreshed(s, rows))
+
+    def _refresh_codes(self, node: Node, code: Node, source: Node, key: str, back: bool, spec: str) -> Values:
+        s, rows = UnitSpec.decode(spec), self.env[code]
+        out = self.ranks.unwritten(s.source_numel, rows[0].dtype)
+        self._launch(node, out, rows, lambda: self.ranks.refreshed(s, rows))
+        return out
+
+    def _maxima(self, node: Node, shard: Node, grids: str, spec: str) -> Values:
+        unit, found = self._unit(node), []
+        for grid in decode(grids):
+            where, number = blocks(grid)
+            largest = torch.zeros(grid.numel).scatter_reduce(
+                0, number, self.ranks.full(unit, 0)[where].abs().float(), "amax"
+            )
+            found.append(largest)
+        out = self.ranks.unwritten(sum(g.numel for g in decode(grids)), torch.float32)
+        self._launch(node, out, self.ranks.main[unit.name], lambda: [torch.cat(found) for _ in self.ranks.ranks])
+        return out
 
     def _all_gather(self, node: Node, shard: Node, spec: str, slot: int = -1) -> Values:
         s, shards = UnitSpec.decode(spec), self.env[shard]
-        out = self._memory(node, s.full_numel, s.precision.comm, f"p{slot}" if slot >= 0 else "")
+        dtype = shards[0].dtype if shards[0].dtype.itemsize == 1 else s.precision.comm
+        out = self._memory(node, s.full_numel, dtype, f"p{slot}" if slot >= 0 else "")
 
         def result() -> Values:
-            return [self.ranks.whole(s, [x.to(s.precision.comm) for x in shards], r) for r in self.ranks.ranks]
+            return [self.ranks.whole(s, [x.to(dtype) for x in shards], r) for r in self.ranks.ranks]
 
         self._launch(node, out, shards, result)
         return out
@@ -269,12 +318,19 @@ class _Run:
     def _reduce_scatter(self, node: Node, gfull: Node, spec: str, lane: int) -> Values:
         s, sent = UnitSpec.decode(spec), self.env[gfull]
         out = self._memory(node, sum(s.splits_on(lane)), s.scatter_dtype(lane), "")
+        if gfull in self.held:
+            self.held.add(node)
+            self._launch(node, out, [], lambda: out)
+            return out
         messages = sent[0].nbytes if s.sum_dtype(lane) is not s.precision.grad_comm else 0
         self._launch(node, out, sent, lambda: self.ranks.scattered(s, sent, lane), messages)
         return out
 
     def _all_reduce(self, node: Node, gfull: Node, spec: str, lane: int) -> None:
         s, values = UnitSpec.decode(spec), self.env[gfull]
+        if gfull in self.held:
+            self._launch(node, values, [], lambda: values)
+            return
         total = [t.to(values[0].dtype) for t in self.ranks.sums(s, values, lane)]
         for v in values:
             v.fill_(torch.nan)
@@ -287,6 +343,15 @@ class _Run:
         for f in self.env[full]:
             f.fill_(torch.nan)
 
+    def _offload(self, node: Node, x: Node) -> Values:
+        out = [torch.empty_like(v).fill_(torch.nan if v.is_floating_point() else 1) for v in self.env[x]]
+        values = self.env[x]
+        self._launch(node, out, values, lambda: values)
+        return out
+
+    def _reload(self, node: Node, host: Node, device: torch.device) -> Values:
+        return self._offload(node, host)
+
     # parameters
 
     def _param(self, node: Node, shard: Node, offset: int, shape: list[int], spec: str) -> Values:
@@ -294,9 +359,19 @@ class _Run:
         return [self.ranks.full(unit, r)[offset : offset + n].view(shape).clone() for r in self.ranks.ranks]
 
     def _kept_cast(self, node: Node, shard: Node, spec: str) -> Values:
-        return [x.to(UnitSpec.decode(spec).precision.comm, copy=True) for x in self.env[shard]]
+        return [x.to(UnitSpec.decode(spec).precision.comm, copy=True) for x in self.ranks.main[self._unit(node).name]]
 
     _cast = _kept_cast
+
+    def _spread(self, node: Node, shard: Node, scales: list[Node], grids: str, spec: str) -> Values:
+        s, out = UnitSpec.decode(spec), []
+        for r in self.ranks.ranks:
+            full = torch.ones(s.full_numel, dtype=node.meta["val"].dtype)
+            for scale, grid in zip(scales, decode(grids), strict=True):
+                where, number = blocks(grid)
+                full[where] = self.env[scale][r].reshape(-1)[number]
+            out.append(self.ranks._rows(s, full, r))
+        return out
 
     def _returned(self, node: Node, param: Node) -> Values:
         return [x.clone() for x in self.env[param]]
@@ -325,16 +400,29 @@ class _Run:
         for r, g in enumerate(self.env[gfull]):
             g.as_strided(size, stride, offset).copy_(torch.mm(self.env[a][r], self.env[b][r]))
 
-    def _hold(self, node: Node, source: Node, grads: Node, offsets: list[int]) -> None: ...
+    def _hold(self, node: Node, source: Node, grads: Node, offsets: list[int]) -> None:
+        unit, values = self._unit(node), self.env[grads]
+        where, kept = (unit.name, values[0].numel()), self.ranks.unreduced
+        if grads in self.held:  # before an earlier reduction
+            return
+        if self.ranks.sync:
+            for value, before in zip(values, kept.pop(where, ()), strict=False):
+                value.copy_(before + value)
+        else:
+            before = kept.get(where, [0] * len(values))
+            kept[where] = [b + v.to(unit.spec.precision.grad) for b, v in zip(before, values, strict=True)]
+            self.held.add(grads)
 
     def _accumulate(
         self, node: Node, shard: Node, gshard: Node, offsets: list[int], scale: float, reused: bool = False
     ) -> None:
+        if gshard in self.held:
+            return
         for total, g in zip(self.ranks.accumulators[self._unit(node).name], self.env[gshard], strict=True):
             total += g.to(total.dtype) * scale
 
     def _probe(
         self, node: Node, value: Node, source: Node | None, starts: Any, sizes: Any, names: str, what: str
     ) -> None:
-        if what != "weights":  # checks the main weights behind its value
+        if what != "weights" and value not in self.held:  # checks the main weights behind its value
             assert all(torch.isfinite(v).all() for v in self.env[value]), f"{node} looks at what is not complete"
