@@ -322,19 +322,19 @@ def holds(toy: Toy, several: list[dict[str, Any]]) -> None:
 
 
 settled = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-eight_options = st.lists(options, min_size=8, max_size=8)
+ten_options = st.lists(options, min_size=10, max_size=10)
 
 
 @pytest.mark.slow
-@settings(max_examples=25, derandomize=True, **settled)
-@given(toys, eight_options)
+@settings(max_examples=20, derandomize=True, **settled)
+@given(toys, ten_options)
 def test_every_prefix_gives_the_bits_of_the_unsharded_model(toy, several):
     holds(toy, several)
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=250, **settled)
-@given(toys, eight_options)
+@settings(max_examples=200, **settled)
+@given(toys, ten_options)
 def test_the_same_on_other_toys(toy, several):
     holds(toy, several)
 
