@@ -202,7 +202,7 @@ def test_bad_input():
     model = mfsdp.fully_shard(nn.Linear(4, 4))
     with pytest.raises(TypeError, match=r"is no torch\.optim\.Optimizer"):
         fully_shard_optimizer(model)
-    with pytest.raises(ValueError, match="call fully_shard first"):
+    with pytest.raises(ValueError, match="call mfsdp.fully_shard first"):
         fully_shard_optimizer(torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1))
     with pytest.raises(NotImplementedError, match="Adafactor.*depends on others"):
         fully_shard_optimizer(torch.optim.Adafactor(model.parameters()))
