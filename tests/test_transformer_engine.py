@@ -448,6 +448,6 @@ def test_saving_a_fresh_one_counts_no_step(tmp_path):
     )
     from mfsdp.checkpoints.checkpoint import _state_to_save
 
-    saved = _state_to_save(model, optimizer)
+    saved = _state_to_save(model, [optimizer])
     assert [g["step"] for g in saved["optimizer"]["param_groups"]] == [0]
     assert "step" not in optimizer.param_groups[0] and not optimizer.state and not dist.is_initialized()
