@@ -579,6 +579,13 @@ def test_hooks_that_copy_shards_are_refused_not_wrong(two_ranks):
     assert all("copy of a shard" in text or text == "no error" for text in two_ranks.run(offloaded))
 
 
+def test_an_import_takes_only_what_is_needed_at_once():
+    rest = {"torch.distributed.fsdp", "torch.distributed.pipelining", "bokeh", "transformers"}
+    code = f"import sys, mfsdp; print({rest} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert out.stdout.strip() == "set()", out.stderr + out.stdout
+
+
 def test_the_backend_is_found_by_name_without_importing_the_package():
     code = (
         "import sys, torch\n"

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from ..config.patches import wrap
@@ -70,9 +69,15 @@ def not_sharded(caller: str, model: torch.nn.Module) -> ValueError:
     )
 
 
+def torch_fsdp() -> dict[type, str]:
+    """Returns the classes of modules that torch has sharded, with names: none if torch's FSDP is not imported."""
+    theirs = sys.modules.get("torch.distributed.fsdp")
+    return {} if theirs is None else {theirs.FSDPModule: "FSDP2", theirs.FullyShardedDataParallel: "FSDP"}
+
+
 def sharded_by_torch(*models: torch.nn.Module) -> str:
     """Returns what to do with models that torch's FSDP2 or FSDP has sharded; empty for others."""
-    kinds = {FSDPModule: "FSDP2", FullyShardedDataParallel: "FSDP"}
+    kinds = torch_fsdp()
     name = next((kinds[kind] for model in models for m in model.modules() for kind in kinds if isinstance(m, kind)), "")
     instead = f"torch's {name} has sharded it: build it without {name}, and call mfsdp.fully_shard in its place"
     return instead if name else ""

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buffers.flat_buffer import UnitState
@@ -43,8 +42,9 @@ def warn_of_read(unit: UnitState, place: str) -> None:
 
 def expect_unsharded() -> None:
     """Has the next backwards look for parameters whose gradients nobody averages; called when a model is sharded."""
+    global _looks
     unsupported.before_backward["unsharded"] = warn_of_unsharded
-    _looks[0] = 8  # those of several models that train in turns
+    _looks = 8  # those of several models that train in turns
 
 
 def warn_of_unsharded(leaves: Iterable[torch.Tensor]) -> None:
@@ -53,14 +53,15 @@ def warn_of_unsharded(leaves: Iterable[torch.Tensor]) -> None:
     Args:
         leaves: what a backward will give gradients.
     """
-    _looks[0] -= 1
-    if _looks[0] < 0:
+    global _looks
+    _looks -= 1
+    if _looks < 0:
         del unsupported.before_backward["unsharded"]
         return
     plain = {p for p in leaves if type(p) is nn.Parameter and not (_known(p) or hooked(p) or p in _told)}
     modules = modules_with(plain)
     for module in modules:
-        if isinstance(module, (nn.parallel.DistributedDataParallel, FSDPModule, FullyShardedDataParallel)):
+        if isinstance(module, (nn.parallel.DistributedDataParallel, *unsupported.torch_fsdp())):
             plain.difference_update(module.parameters())
     found = [(names, m) for m in modules if (names := _unsharded_in(m, plain))]
     names, root = max(found, key=lambda pair: (len(pair[0]), sum(1 for _ in pair[1].modules())), default=([], None))
@@ -94,7 +95,8 @@ def _known(p: torch.Tensor) -> bool:
     return hasattr(p, "_mfsdp_ignored") or getattr(p, "_mfsdp_averaged", False)
 
 
-_looks = [0]
+_looks = 0
+"""How many backwards are still looked at."""
 _told: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters that were named; by identity."""
 
