@@ -187,3 +187,17 @@ def test_frozen_models_that_are_checkpointed_are_one_graph(reentrant: bool, late
     before = len(model.get_input_embeddings()._forward_hooks)
     model.disable_input_require_grads()
     assert len(model.get_input_embeddings()._forward_hooks) == before - 1
+
+
+def test_hooks_of_others_with_such_a_name_run():
+    def make_inputs_require_grads(module, args, output):
+        return 2 * output
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_forward_hook(make_inputs_require_grads)
+    x = torch.randn(2, 4)
+    want = model(x).detach()
+    mfsdp.fully_shard(model)
+    torch.testing.assert_close(torch.compile(model, backend="mfsdp", options={"lowering": "eager"})(x), want)
+    model[0].register_forward_hook(make_inputs_require_grads)
+    torch.testing.assert_close(torch.compile(model, backend="mfsdp", options={"lowering": "eager"})(x), 2 * want)

@@ -86,13 +86,15 @@ def traceable(hook: Callable[..., Any]) -> Callable[..., Any]:
     It is there for reentrant checkpointing of frozen models (`enable_input_require_grads`). Dynamo traces a checkpoint
     as an operator, through which gradients reach adapters without it, and breaks the graph at ``requires_grad_()``.
     """
-    if not getattr(hook, "__qualname__", "").endswith((".make_inputs_require_grads", ".make_inputs_require_grad")):
+    package = str(getattr(hook, "__module__", "")).partition(".")[0]
+    name = str(getattr(hook, "__name__", ""))
+    if package not in ("transformers", "peft") or not name.startswith("make_inputs_require_grad"):
         return hook
 
     def uncompiled(module: nn.Module, args: Any, output: Any) -> Any:
         return None if torch.compiler.is_compiling() else hook(module, args, output)
 
-    return functools.wraps(hook, ("__module__", "__doc__"))(uncompiled)
+    return functools.wraps(hook, ("__doc__",))(uncompiled)
 
 
 def _ranks(tensor: object) -> int:
