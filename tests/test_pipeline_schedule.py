@@ -246,3 +246,11 @@ def test_what_no_schedule_can_be():
     with pytest.raises(ValueError, match="its inputs have no gradient"):
         tokens = nn.Sequential(nn.Embedding(8, 64), Block())
         mfsdp.explain(tokens, (torch.zeros(4, dtype=torch.long),), microbatches=4, stages=4, schedule="ZBVZeroBubble")
+    for model in ((m for m in [nn.Linear(4, 4)]), "model", [nn.Linear(4, 4), None]):
+        with pytest.raises(TypeError, match="give a module, or a list of a pipeline's stages"):
+            mfsdp.explain(model, (torch.zeros(2, 4),))
+    with pytest.raises(TypeError, match="give one module; explain takes a pipeline's stages"):
+        mfsdp.plan([nn.Linear(4, 4)], (torch.zeros(2, 4),), memory=10**9)
+    frozen = [nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)]
+    with pytest.raises(ValueError, match="the stage Linear is not trained"):
+        mfsdp.explain(frozen, (torch.zeros(2, 4),), microbatches=2, world=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -99,6 +99,7 @@ def explain(
         **sharding: arguments of `mfsdp.fully_shard`; none if the model is sharded already.
 
     Raises:
+        TypeError: ``model`` is neither a module nor a list of modules.
         ValueError: bad arguments, also numbers of stages and microbatches that torch's schedule refuses; several
             values of one (`mfsdp.compare` takes lists).
         RuntimeError: Dynamo finds a graph break in the model (its own error, which names the place).
@@ -123,14 +124,22 @@ def stages_of(
     """Returns the number of stages and their schedule.
 
     Raises:
+        TypeError: neither a module nor a sequence of modules.
         ValueError: a list of stages is empty or has another length.
     """
-    if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
+    if not _are_stages(model):
         return 1 if stages is None else stages, schedule
+    if not isinstance(model, Sequence | nn.ModuleList) or not all(isinstance(m, nn.Module) for m in model):
+        raise TypeError(f"explain: model is a {type(model).__name__}: give a module, or a list of a pipeline's stages")
     number = len(model)
-    if not number or stages not in (None, number) or not all(isinstance(m, nn.Module) for m in model):
-        raise ValueError(f"explain: stages={stages!r} and a list of {number}: give all stages of the pipeline, modules")
+    if not number or stages not in (None, number):
+        raise ValueError(f"explain: stages={stages!r} and a list of {number}: give all stages of the pipeline")
     return number, schedule or "1F1B"
+
+
+def _are_stages(model: object) -> bool:
+    """Whether a model is given as its pipeline stages."""
+    return not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList)
 
 
 @dataclass
@@ -203,7 +212,7 @@ class Explainer:
         Raises:
             ValueError: a single stage stands for all, and gets nothing that has a gradient.
         """
-        if isinstance(self.model, nn.Module) and not isinstance(self.model, nn.ModuleList):
+        if not _are_stages(self.model):
             if not self._stages:
                 args = pytree.tree_map(_with_gradient, tuple(self.args))
                 self._stages.append(Explainer(self.model, args, self.kwargs))
@@ -216,7 +225,7 @@ class Explainer:
                 )
             return self._stages * asked.schedule.stages
         args, before = self.args, None
-        for module in self.model if not self._stages else ():
+        for module in cast(Sequence[nn.Module], self.model) if not self._stages else ():
             if before is None or module is not before.model or _meta(args) != _meta(before.args):
                 before = Explainer(module, args, self.kwargs)
             self._stages.append(before)
@@ -227,9 +236,7 @@ class Explainer:
         """What this model costs as a stage of a pipeline."""
         data, parts, buffers = self._alone(asked, listings)
         traced = self._trace(asked)
-        if traced.forward is None or traced.backward is None:
-            raise ValueError(f"explain: the stage {data.name} is not trained: nothing requires gradients")
-        boundary = Boundary.of(traced.forward, sum(x.nbytes for x in self._batch()))
+        boundary = Boundary.of(_trained(traced), sum(x.nbytes for x in self._batch()))
         return stage_of(data, parts, buffers, boundary, asked.schedule.rounds)
 
     def suggestions(self, asked: Question, report: Report) -> list[Suggestion]:
@@ -298,11 +305,22 @@ def _with_gradient(x: Any) -> Any:
     return x.detach().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
+def _trained(traced: Programs) -> Program:
+    """Returns the forward of a stage.
+
+    Raises:
+        ValueError: it has no backward.
+    """
+    if traced.forward is None or traced.backward is None:
+        name = next((p.name for p in traced), "")
+        raise ValueError(f"explain: the stage {name} is not trained: nothing requires gradients")
+    return traced.forward
+
+
 def _outputs(traced: Programs) -> tuple[torch.Tensor, ...]:
     """What the next stage gets: outputs as they are traced, on the meta device."""
-    if traced.forward is None:
-        return ()
-    values = [node.meta["val"] for node in traced.forward.results()[: traced.forward.returned]]
+    forward = _trained(traced)
+    values = [node.meta["val"] for node in forward.results()[: forward.returned]]
     return tuple(_with_gradient(torch.empty(tuple(v.shape), dtype=v.dtype, device="meta")) for v in values)
 
 

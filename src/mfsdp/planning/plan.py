@@ -73,10 +73,13 @@ def plan(
             ``outer_strategy`` may be lists; the plan takes the best combination. Each one is traced separately.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: arguments are invalid.
         DoesNotFit: no setting fits; a ``ValueError`` that names the missing bytes and the cheapest change that fits.
         RuntimeError: Dynamo finds a graph break in the model (Dynamo's own error, which names the place).
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan: model is a {type(model).__name__}: give one module; explain takes a pipeline's stages")
     budget = nbytes_of(memory, "plan: memory")
     given, axes = dict(options or {}), {"mesh_shape": mesh_shape, **sharding}
     _check(world, hardware, microbatches, given, optimizer, allow)
