@@ -103,8 +103,8 @@ class Weights:
 
     def _retaken(self) -> str:
         return (
-            f"was taken of {self.buffer.path} while it was frozen is no part of its weights any more, which were given "
-            "the dtype of those that train: take it again (detach(), to_local(), state_dict())"
+            f"was taken of {self.buffer.path} while it was frozen does not view its weights any more, which were cast "
+            "to the dtype of main weights: take it again (detach(), to_local(), state_dict())"
         )
 
     def widen(self, dtype: torch.dtype) -> None:
