@@ -11,9 +11,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -28,6 +26,9 @@ from torch.distributed.fsdp import fully_shard
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
 
 import mfsdp
+
+sys.path.insert(0, str(Path(__file__).parent))
+from slow_links import result_of
 
 
 class Narrow(nn.Linear):
@@ -156,13 +157,7 @@ def main() -> None:
         return
     print(f"{args.layers} blocks of width {args.width}, {args.tokens} tokens a rank, 2 ranks")
     for rate in args.rates.split(","):
-        with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder) / "result.json"
-            slow = Path(__file__).with_name("slowlink.sh")
-            command = [sys.executable, __file__, *sys.argv[1:], "--result", str(result)]
-            env = {"OMP_NUM_THREADS": "1", "PIN": "1", **os.environ}
-            subprocess.run(["bash", slow, "2", rate, "--", *command], check=True, env=env)
-            found = json.loads(result.read_text())
+        found = result_of(__file__, 2, rate, OMP_NUM_THREADS="1", PIN="1")
         base = statistics.median(found["times"]["mfsdp, bf16"])
         print(f"\n## Link {rate}\n\n| | ms | best | bf16 on mfsdp / |\n|---|---|---|---|")
         for name, times in found["times"].items():

@@ -13,9 +13,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,9 @@ from torch.distributed.fsdp import fully_shard
 
 import mfsdp
 from mfsdp.ir.program import Program
+
+sys.path.insert(0, str(Path(__file__).parent))
+from slow_links import result_of
 
 MICROBATCHES, LAYERS, WIDTH, HEAD = 4, 4, 256, 64
 
@@ -233,12 +234,7 @@ def main() -> None:
     if args.result is not None:
         worker(args)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        slow = Path(__file__).with_name("slowlink.sh")
-        command = [sys.executable, __file__, *sys.argv[1:], "--result", str(result)]
-        subprocess.run(["bash", slow, str(args.world), args.rate, "--", *command], check=True)
-        found = json.loads(result.read_text())
+    found = result_of(__file__, args.world, args.rate)
     exchanged = 4 * LAYERS * MICROBATCHES * found["all_to_all"]
     print(f"{args.world} ranks, {args.rate}: all-to-alls {exchanged:.2f} s a step, compute {found['compute']:.2f} s")
     base = statistics.median(found["times"]["accumulation"])

@@ -12,9 +12,7 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,6 +28,9 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 import mfsdp
 from mfsdp.config.hardware import Link
 from mfsdp.ir.program import Program
+
+sys.path.insert(0, str(Path(__file__).parent))
+from slow_links import result_of
 
 WIDTH, LAYERS = 256, 2
 BUSY = [0.0]
@@ -208,12 +209,7 @@ def main() -> None:
     if args.result is not None:
         worker(args)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        slow = Path(__file__).with_name("slowlink.sh")
-        command = [sys.executable, __file__, *sys.argv[1:], "--result", str(result)]
-        subprocess.run(["bash", slow, str(args.world), args.rate, "--", *command], check=True)
-        found = json.loads(result.read_text())
+    found = result_of(__file__, args.world, args.rate)
     bandwidth, seconds = found.pop("messages")
     gathered = args.tokens * WIDTH * 4 / bandwidth
     print(
