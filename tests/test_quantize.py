@@ -287,7 +287,7 @@ def lasting() -> list[dict[str, int]]:
             counted = sum(moved)
         finally:
             Execution.gather = own
-        lasts = sum(c.values.nbytes for b in buffers for c in b.weights.lasting._codes.values())
+        lasts = sum(c.values.nbytes for b in buffers for c in b.weights.lasting.codes.values())
         lasts += sum(b.weights.source.untyped_storage().nbytes() for b in buffers)
         found.append({"moved": counted, "lasts": lasts})
         x = torch.ones(4, 128, **BF16)

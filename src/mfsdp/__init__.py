@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .config.plans import Plan as Plan
     from .cost_model.machine import measure as measure
     from .ir.verifier import InvariantError as InvariantError
+    from .optim.captured_step import capture_step as capture_step
     from .optim.flat_optimizer import fully_shard_optimizer as fully_shard_optimizer
     from .planning.compare import compare as compare
     from .planning.explain import explain as explain
@@ -60,6 +61,7 @@ _WHERE = {
     "MixedPrecisionPolicy": "config.options",
     "PipelineStage": "sharding.pipelining",
     "Plan": "config.plans",
+    "capture_step": "optim.captured_step",
     "check_finite": "buffers.norms",
     "check_replicas": "buffers.replica_check",
     "checksum": "buffers.checksum",

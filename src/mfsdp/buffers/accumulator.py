@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 
 from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import buffer_registry, devices
+from ..runtime.static_buffers import holders
 
 if TYPE_CHECKING:
     from .flat_buffer import FlatBuffer
@@ -85,26 +87,36 @@ class Accumulator:
         self.flat: torch.Tensor | None = None
         self.slots: set[int] = set()
         """Slots that have a gradient."""
-        self._dropped: set[int] = set()
+        self.dropped: set[int] = set()
         """Slots whose gradient was set to ``None`` while others of the buffer have one."""
         self.stream: torch.Stream | None = None
         """The stream of the last addition."""
-        self._narrow: torch.Tensor | None = None
+        self.narrow: torch.Tensor | None = None
         """The sum in a narrower ``precision.main``, while ``.grad`` is in use."""
         self._written = _Written()
         """Whether DTensors have written to ``_narrow``; versions show writes through plain tensors."""
         self._grads: dict[int, ShardedDTensor] = {}
         """Every ``.grad`` that was read, a view of ``flat`` or of ``_narrow``."""
 
+    @property
+    def lent(self) -> bool:
+        """Whether somebody holds a ``.grad`` or a view of one."""
+        total = self.memory.spare if self.flat is None else self.flat
+        seen = total if self.narrow is None else self.narrow
+        if seen is None:
+            return False
+        views = self._grads.values()
+        return holders(seen.untyped_storage()) > 2 + len(views) or any(sys.getrefcount(view) > 3 for view in views)
+
     def like(self, other: Accumulator) -> None:
         """Copies the state of another buffer's accumulator."""
-        self.slots, self._dropped = set(other.slots), set(other._dropped)
+        self.slots, self.dropped = set(other.slots), set(other.dropped)
         total = other.total()
         self.flat = None if total is None else total.clone()
 
     def total(self) -> torch.Tensor | None:
         """Returns the sum, with changes made to ``.grad``; ``None`` without a gradient."""
-        narrow = self._narrow
+        narrow = self.narrow
         if narrow is not None and self.flat is not None and self._written != _Written(narrow._version):
             self.flat.copy_(narrow)
             self._written.version, self._written.stale = narrow._version, False
@@ -128,20 +140,20 @@ class Accumulator:
     def _ready(self) -> torch.Tensor | None:
         """Returns the sum in ``precision.grad``, with dropped slots zeroed, ready for more gradients."""
         dtype = self.memory.dtype
-        if self._narrow is None and not self._dropped and (self.flat is None or self.flat.dtype is dtype):
+        if self.narrow is None and not self.dropped and (self.flat is None or self.flat.dtype is dtype):
             return self.flat
         total = self.total()
         if total is not None:
-            for slot in self._dropped:
+            for slot in self.dropped:
                 self._of.weights.view(total, slot).zero_()
             self._become(total.to(dtype))
-        self._dropped.clear()
-        self._narrow = None
+        self.dropped.clear()
+        self.narrow = None
         return self.flat
 
     def _become(self, flat: torch.Tensor) -> None:
         """Makes a tensor the sum."""
-        if flat is not self.flat or self._narrow is not None:
+        if flat is not self.flat or self.narrow is not None:
             self._grads.clear()
         self.flat = flat
 
@@ -151,13 +163,13 @@ class Accumulator:
         main = self._of.precision.main
         if self.flat.dtype.itemsize < main.itemsize:
             self._become(self.flat.to(main))
-        elif self.flat.dtype is not main and self._narrow is None:
-            self._narrow = self.flat.to(main)
-            self._written = _Written(self._narrow._version)
+        elif self.flat.dtype is not main and self.narrow is None:
+            self.narrow = self.flat.to(main)
+            self._written = _Written(self.narrow._version)
             self._grads.clear()
         if slot not in self._grads:
             with torch.inference_mode(False):  # the first read may be in inference mode
-                self._grads[slot] = self._of.sharded_view(self.flat if self._narrow is None else self._narrow, slot)
+                self._grads[slot] = self._of.sharded_view(self.flat if self.narrow is None else self.narrow, slot)
             self._grads[slot]._mfsdp_written = self._written
         return self._grads[slot]
 
@@ -169,7 +181,7 @@ class Accumulator:
             main = self._of.weights.main
             self._become(self.memory.zeros() if main.dtype is self.memory.dtype else torch.zeros_like(main))
         self.slots.add(slot)
-        self._dropped.discard(slot)
+        self.dropped.discard(slot)
         with torch.no_grad():
             self.grad(slot).copy_(value)
 
@@ -178,13 +190,13 @@ class Accumulator:
         self._grads.pop(slot, None)
         if slot in self.slots:
             self.slots.remove(slot)
-            self._dropped.add(slot)
+            self.dropped.add(slot)
         if not self.slots:
             self._grads.clear()
-            self._dropped.clear()
+            self.dropped.clear()
             if keep and self.flat is not None and self.flat.dtype is self.memory.dtype:
                 self.memory.spare = self.flat
-            self.flat = self._narrow = None
+            self.flat = self.narrow = None
 
 
 def scaled(out: torch.Tensor, x: torch.Tensor, scale: float, *, fused: bool | None = None) -> torch.Tensor:

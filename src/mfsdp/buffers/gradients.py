@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..dtensor.sharded_dtensor import ShardedDTensor
-from ..runtime import devices, engine, execution, sync_collectives
+from ..runtime import capturing, devices, engine, execution, sync_collectives
 from ..runtime.overlap import Overlap
 from ..runtime.weight_parts import WeightParts
 from .accumulator import Accumulator
@@ -332,6 +332,7 @@ class _Votes:
 
     def cast(self, slots: frozenset[int]) -> None:
         """Launches a vote of all ranks, of this one for some slots."""
+        capturing.obstacle("ranks ask each other which parameters have a gradient (uncompiled code, may_be_unused)")
         if slots not in self._ballots:
             votes = [slot in slots for slot in range(len(self._of.layout.slots))]
             self._ballots[slots] = torch.tensor(votes, device=self._of.weights.main.device)

@@ -31,7 +31,7 @@ class KeptCast:
         self._of = weights
         self.due = True
         """Whether main weights have been written past their version counter."""
-        self._values: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
         """This rank's shard, [layout.shard_numel] in ``precision.comm``."""
         self._version = -1
         self._stream: torch.Stream | None = None
@@ -40,25 +40,26 @@ class KeptCast:
         """Returns the shard in ``precision.comm``, up to date with main weights; read-only. If it is due, one call
         redoes all due casts of the model.
         """
-        if self._values is None or self._is_due():
-            _cast_again([self, *(c for c in _kept if c is not self and self._beside(c) and c._is_due())])
-        assert self._values is not None
-        devices.follow(self._stream, self._values)
-        return self._values
+        if self.values is None or self.is_due():
+            _cast_again([self, *(c for c in _kept if c is not self and self._beside(c) and c.is_due())])
+        assert self.values is not None
+        devices.follow(self._stream, self.values)
+        return self.values
 
     def current(self) -> torch.Tensor | None:
         """Returns the cast if it exists and is up to date: code that writes main weights may update it too. ``None``
         for 16-bit main weights, which a compiler need not round before it casts them.
         """
-        there = self._values is not None and self._of.main.itemsize >= 4 and not self._is_due()
-        return self._values if there else None
+        there = self.values is not None and self._of.main.itemsize >= 4 and not self.is_due()
+        return self.values if there else None
 
     def written_along(self) -> None:
         """Marks the cast as up to date."""
         self.due, self._version = False, self._of.main._version
         self._stream = devices.current_stream(self._of.main.device)
 
-    def _is_due(self) -> bool:
+    def is_due(self) -> bool:
+        """Returns whether `read` would redo it."""
         return self.due or self._of.exposed or self._of.main._version != self._version
 
     def _beside(self, other: KeptCast) -> bool:
@@ -76,13 +77,11 @@ def _cast_again(casts: Sequence[KeptCast]) -> None:
     """Redoes casts, in one kernel where the device has one."""
     with torch.inference_mode(False), torch.no_grad():
         for cast in casts:
-            if cast._values is None:
-                cast._values = torch.empty_like(
-                    cast._of.main, dtype=cast._of.buffer.precision.comm, requires_grad=False
-                )
+            if cast.values is None:
+                cast.values = torch.empty_like(cast._of.main, dtype=cast._of.buffer.precision.comm, requires_grad=False)
                 _kept.add(cast)
-            devices.follow(cast._stream, cast._values)
-        values = [cast._values for cast in casts if cast._values is not None]
+            devices.follow(cast._stream, cast.values)
+        values = [cast.values for cast in casts if cast.values is not None]
         torch._foreach_copy_(values, [cast._of.main.detach() for cast in casts])
     for cast in casts:
         cast.written_along()

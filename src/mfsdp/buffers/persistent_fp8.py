@@ -48,7 +48,7 @@ class PersistentFp8:
 
     def __init__(self, weights: Weights):
         self._of = weights
-        self._codes: dict[str, _Codes] = {}
+        self.codes: dict[str, _Codes] = {}
         self._read: _History | None = None
         """History of the weights that the last forward read."""
 
@@ -74,11 +74,11 @@ class PersistentFp8:
                 'with options={"quantize": False}: then what lasts are the values that forward has read'
             )
         self._read = now
-        found = self._codes.get(key)
+        found = self.codes.get(key)
         if found is None:
             with torch.inference_mode(False):
                 values = torch.empty(self._of.spec.source_numel, dtype=code.dtype, device=code.device)
-            found = self._codes[key] = _Codes(values)
+            found = self.codes[key] = _Codes(values)
         if found.history == now:
             return found.values, []
         found.history = None  # stays due if no caller waits

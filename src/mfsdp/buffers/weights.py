@@ -13,12 +13,12 @@ checksum costs a pass over the shard where a program begins, and on CUDA a wait 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..config.units import UnitSpec
-from ..runtime import execution, step_prefetch, sync_collectives
+from ..runtime import capturing, execution, step_prefetch, sync_collectives
 from ..runtime.checksums import checksum
 from ..runtime.transport import End
 from .amax import AmaxTracker
@@ -206,6 +206,8 @@ class Weights:
         """
         if not self.buffer.spec.persistent or self.stale or step_prefetch.of([self.buffer]):
             return False
+        if self._sum is not None:
+            capturing.obstacle(f"rows of {self.buffer.path} are out as plain tensors, and may be written unseen")
         if self._sum is not None and not torch.equal(self._sum, now := checksum(self.main)):
             self._sum, self.stale = now, True
         return self.due()
@@ -249,6 +251,24 @@ class Weights:
         """Records that main weights may have been written on this rank."""
         self._writes += 1
         self.kept_cast.due = True
+
+    def replayed(self) -> None:
+        """Counts the write of a replayed step, which has also redone what was up to date with the weights (Note [Steady
+        state]).
+        """
+        before, filled = self.history, self._version == self.main._version and not self.stale
+        redone: list[Any] = [codes for codes in self.lasting.codes.values() if codes.history == before]
+        redone += [early for early in step_prefetch.of([self.buffer]) if early.history == before]
+        cast = not self.kept_cast.is_due()
+        torch.autograd.graph.increment_version(self.main)
+        for made in redone:
+            made.history = self.history
+        if cast:
+            self.kept_cast.written_along()
+        if filled:
+            self._version = self.main._version
+        if self.buffer.spec.persistent:
+            self.overtake()
 
     def cast(self) -> torch.Tensor:
         """Returns the shard in ``precision.comm`` (`KeptCast.read`)."""

@@ -22,6 +22,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 
+from ..runtime import capturing
 from .step_tracer import SETTINGS, Grows, Named, Recording, Step, is_counter, is_setting, record, settings
 from .symbolic_numbers import CannotRecord
 
@@ -151,6 +152,7 @@ class CompiledSteps:
             state: the state of all ranges.
             after: called for each range after its compiled step.
         """
+        capturing.obstacle("a compiled optimizer step takes numbers from the host: leave out compile=True")
         groups = [self._group(optimizer, number) for number in range(len(optimizer.param_groups))]
         ready, left = [], []
         for run in runs:

@@ -93,7 +93,7 @@ def steps_flat(optimizer: Optimizer, compile: bool = False, use_decoupled_grad: 
         raise TypeError(f"fully_shard_optimizer: {optimizer!r} is no torch.optim.Optimizer")
     base = type(optimizer)
     name = base.__name__
-    if isinstance(optimizer, _FlatOptimizer):
+    if is_flat(optimizer):
         raise ValueError(f"fully_shard_optimizer: this {name} steps on flat tensors already")
     if base in RECIPES:
         RECIPES[base].check(optimizer)
@@ -184,6 +184,11 @@ def _ranges(
 
 class _FlatOptimizer:
     """Marks the class of a flat optimizer."""
+
+
+def is_flat(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer steps on flat tensors."""
+    return isinstance(optimizer, _FlatOptimizer)
 
 
 @functools.cache

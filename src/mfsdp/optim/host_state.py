@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from ..dtensor.optimizer_hooks import cut_whole_state
 from ..dtensor.shard_spec import ShardSpec
 from ..dtensor.sharded_dtensor import ShardedDTensor
-from ..runtime import host_memory
+from ..runtime import capturing, host_memory
 
 if TYPE_CHECKING:
     from .parameter_ranges import ParameterRange
@@ -169,6 +169,7 @@ class StateStreams:
 
     def begin(self, runs: Sequence[ParameterRange]) -> None:
         """Begins a step over these ranges, in this order."""
+        capturing.obstacle("the optimizer's state is on the host (offload=)")
         self._order, self._at, self._new = [run.hosted for run in runs if run.hosted is not None], 0, []
         devices = {run.flat.device for run in runs}
         if len(devices) > 1:

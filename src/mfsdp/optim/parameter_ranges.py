@@ -171,7 +171,7 @@ class ParameterRanges:
         members = _members(optimizer)
         for buffer in members:
             buffer.weights.before_write()
-        if members != self.members or not all(self._untouched(optimizer, run) for run in self.runs):
+        if members != self.members or not self.shown_in(optimizer):
             self._build(optimizer, members)
         if self.streams is not None:
             self.streams.end(self.runs, read=True)  # for hooks before the step
@@ -328,6 +328,10 @@ class ParameterRanges:
         for buffer in along:
             buffer.weights.kept_cast.written_along()
         return left
+
+    def shown_in(self, optimizer: Optimizer) -> bool:
+        """Returns whether parameters still have the state that the ranges show."""
+        return all(self._untouched(optimizer, run) for run in self.runs)
 
     def _untouched(self, optimizer: Optimizer, run: ParameterRange) -> bool:
         """Whether parameters still have the state that the range shows; a load replaces it."""

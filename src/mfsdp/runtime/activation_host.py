@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from . import host_memory, static_buffers
+from . import capturing, host_memory, static_buffers
 from .inflight import InFlight
 from .transport import End
 
@@ -125,6 +125,7 @@ def offload(x: torch.Tensor) -> tuple[torch.Tensor, End]:
     """Launches a tensor's copy to the host. Returns the host tensor, of equal layout, and a function that waits for the
     copy.
     """
+    capturing.obstacle("activations wait on the host")
     source = _flat(x)
     room, out = _take(x, source.numel() * x.itemsize)
     return out, _copy(_flat(out), source, "out", room)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from . import groups
+from . import capturing, groups
 from .desync import DesyncError, Fingerprint, GroupState, PeerLostError, PendingCheck, operation
 from .transport_registry import group_state
 
@@ -38,6 +38,8 @@ class Announcements:
         """Tells the ranks of groups what this rank is about to run; in groups ``anew`` also that it gathers prefetched
         or persistent parameters again.
         """
+        if capturing.is_recording():
+            return  # the whole step has been announced
         for name, words in sequences.items():
             state = group_state(name)
             if state is not None:

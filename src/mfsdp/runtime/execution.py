@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import static_buffers
+from . import capturing, static_buffers
 from .announcements import Announcements
 from .desync import Left, operation
 from .inflight import InFlight
@@ -308,7 +308,7 @@ def inside(run: Execution) -> Iterator[None]:
         finally:
             _last = run.name, time.monotonic()
         for _, device in run.lines:
-            if device.type != "cpu":
+            if device.type != "cpu" and not capturing.is_recording():
                 event = torch.Event(device)
                 event.record()
                 _behind.append((run, event))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from . import devices
+from . import capturing, devices
 
 End = Callable[[], Any]
 
@@ -102,7 +102,7 @@ def beside(
         operands: inputs and outputs that ``work`` does not refer to.
         after: events to wait for first.
     """
-    if _unfinished:
+    if _unfinished and not capturing.is_recording():  # which allows no queries
         _unfinished[:] = [each for each in _unfinished if each[0] is None or not each[0].query()]
     here = devices.current_stream(device)
     assert here is not None

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import static_buffers
+from . import capturing, static_buffers
 from .deferred import DeferredArguments
 from .instrumentation import one_by_one
 
@@ -71,6 +71,7 @@ class Overlap:
 
     def backward(self, part: Part) -> Any:
         """Defers a backward, or runs it if it cannot be deferred."""
+        capturing.obstacle("backwards wait for the next forward under mfsdp.overlapped")
         self.finish()
         why = "a profile looks at programs one by one" if one_by_one() else ""
         why = why or ("" if part.results else "it gives gradients of inputs") or must_run_now(part.buffers)

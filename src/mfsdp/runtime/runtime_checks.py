@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import execution, groups, sync_collectives, watchdog
+from . import capturing, execution, groups, sync_collectives, watchdog
 from .buffer_registry import owner
 from .checksums import checksum
 
@@ -184,6 +184,7 @@ class RuntimeChecks:
 
     def begin(self, run: execution.Execution, buffers: Sequence[Buffer | None]) -> Check | None:
         """The checks of an execution; ``None`` if none are due."""
+        capturing.obstacle("options check_finite and check_replicas look at values on the host")
         poll()
         first = next((buffer for buffer in buffers if buffer is not None), None)
         step, health = self._step(first), self._own if first is None else first.unit.outermost.health

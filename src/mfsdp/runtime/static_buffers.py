@@ -95,6 +95,14 @@ def sizes() -> dict[str, int]:
     return {name: static.storage.nbytes() for (_, name), static in sorted(_slots.items(), key=lambda kv: kv[0][1])}
 
 
+def of_stream(stream: torch.Stream | None) -> list[tuple[str, StaticBuffer]]:
+    """The static buffers of programs on a stream, by name; ``None``: all. Hold a buffer, not its storage: that stays
+    vacant.
+    """
+    ending = "" if stream is None else f"@{stream.stream_id}"
+    return [(name, static) for (_, name), static in list(_slots.items()) if name.endswith(ending)]
+
+
 def reset() -> None:
     """Drops all static buffers; programs make new ones. Free memory stays in its pool: to return it, the host would
     wait for the device, and so for a collective that others have left.

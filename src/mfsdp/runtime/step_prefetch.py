@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -146,6 +146,18 @@ class StepPrefetch:
     def __reduce__(self) -> tuple[type[StepPrefetch], tuple[()]]:
         """A copy of a model has nothing in flight."""
         return StepPrefetch, ()
+
+    @property
+    def state(self) -> tuple[Hashable, ...]:
+        """What the next step depends on (Note [Steady state])."""
+        flight = self.in_flight
+        ready = None if flight is None else not flight.anew
+        return ready, len(self.wanted), self.learns, self.wasted, self.open
+
+    def stop(self) -> None:
+        """Drops what is in flight and launches no more."""
+        self.settle()
+        self.wasted = WASTED
 
     # after an optimizer's step
 

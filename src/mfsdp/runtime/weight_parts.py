@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from . import capturing
 from .buffer_registry import owner
 from .deferred import DeferredArguments
 from .overlap import must_run_now
@@ -106,6 +107,7 @@ class WeightParts:
             self.collects = False
 
     def add(self, part: WeightPart) -> None:
+        capturing.obstacle("weight parts of a pipeline stage wait for their turn")
         self._new.append(part)
         self._waiting.append(part)
         _stages_waiting.add(self)

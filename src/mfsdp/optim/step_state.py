@@ -1,0 +1,146 @@
+"""What a training step begins with, as far as its host code depends on it (Note [Steady state])."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from types import CellType, CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..buffers import steady_state
+from ..buffers.flat_buffer import Outermost, buffers_in
+from ..buffers.steady_state import State, address
+from ..runtime import static_buffers
+from .parameter_ranges import is_sharded
+
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+"""Types whose values are compared as they are."""
+
+
+class StepState:
+    """The state of all that a step uses.
+
+    Args:
+        step: the function.
+        models, optimizers: what it uses.
+        stream: on which it runs; ``None`` on a CPU.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        stream: torch.Stream | None,
+    ):
+        self.models, self.optimizers, self.stream = models, optimizers, stream
+        self.buffers = list(dict.fromkeys(buffer for model in models for buffer in buffers_in(model)))
+        outermost = {id(buffer.unit.outermost): buffer.unit.outermost for buffer in self.buffers}
+        self.outermost: list[Outermost] = list(outermost.values())
+        self._variables = _variables(step)
+
+    def now(self) -> State:
+        """Returns what the next step depends on, apart from counters and the values of tensors."""
+        found: State = {}
+        for buffer in self.buffers:
+            found |= steady_state.state(buffer)
+        for outermost in self.outermost:
+            found[f"gathers ahead of {outermost.name}"] = outermost.ahead.state
+            found[f"loads of {outermost.name}"] = tuple(outermost.half)
+        for number, model in enumerate(self.models):
+            found[f"modules of model {number}"] = tuple(map(_module, model.modules()))
+        for number, optimizer in enumerate(self.optimizers):
+            name = f"{type(optimizer).__name__} {number}"
+            found[f"settings of {name}"] = tuple(_settings(group) for group in optimizer.param_groups)
+            found[f"state of {name}"] = tuple(map(_value, _state(optimizer)))
+            found[f"hooks of {name}"] = (
+                len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks),
+            )  # fmt: skip
+        found["variables of the step"] = tuple(map(_value, self._named()))
+        found["static buffers"] = tuple((key, id(static)) for key, static in static_buffers.of_stream(self.stream))
+        return found
+
+    def held(self) -> list[Any]:
+        """Returns what a recorded step uses at fixed addresses and does not own."""
+        held: list[Any] = [tensor for buffer in self.buffers for tensor in steady_state.tensors(buffer)]
+        held += [static for _, static in static_buffers.of_stream(self.stream)]
+        held += [tensor for optimizer in self.optimizers for tensor in _state(optimizer)] + self._named()
+        return held + [tensor for model in self.models for module in model.modules() for tensor in _own(module)]
+
+    def writes(self) -> dict[tuple[str, tuple[int, ...]], object]:
+        """Returns counts of writes to weights, by name and the ids of parameters."""
+        found: dict[tuple[str, tuple[int, ...]], object] = {}
+        for buffer in self.buffers:
+            found[buffer.path, tuple(map(id, buffer.params))] = buffer.weights.history
+        for name, p in (named for model in self.models for named in model.named_parameters()):
+            if not is_sharded(p):
+                found[name, (id(p),)] = p._version
+        return found
+
+    def _named(self) -> list[Any]:
+        """Values of the variables that the step itself names: tensors, numbers, text."""
+        values = [read() for read in self._variables]
+        return [value for value in values if isinstance(value, (*PLAIN, torch.Tensor))]
+
+
+def context(device: torch.device) -> tuple[Hashable, ...]:
+    """Returns what torch does differently in the caller's context."""
+    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *autocast
+
+
+def _own(module: nn.Module) -> list[torch.Tensor]:
+    own = [*module._parameters.values(), *module._buffers.values()]
+    return [tensor for tensor in own if tensor is not None]
+
+
+def _module(module: nn.Module) -> Hashable:
+    """Mode, hooks, its own parameters and buffers."""
+    hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+    tensors = [
+        (id(t), t.requires_grad, *((address(t), address(t.grad)) if type(t) in (torch.Tensor, nn.Parameter) else ()))
+        for t in _own(module)
+    ]
+    return module.training, hooks, tuple(tensors)
+
+
+def _settings(group: dict[str, Any]) -> Hashable:
+    values = tuple((key, _value(value)) for key, value in group.items() if key != "params")
+    return tuple(map(id, group["params"])), values
+
+
+def _state(optimizer: Optimizer) -> list[Any]:
+    """The values of an optimizer's state, and whether parameters still show those that a flat step uses."""
+    ranges = vars(optimizer).get("_mfsdp_runs")
+    state = optimizer.state if ranges is None else ranges.state
+    values = [value for each in state.values() for value in each.values()]
+    return values if ranges is None else [*values, ranges.shown_in(optimizer)]
+
+
+def _value(value: Any) -> Hashable:
+    """A tensor's place, another value itself."""
+    if isinstance(value, torch.Tensor):
+        return address(value)
+    return value if isinstance(value, (*PLAIN, tuple)) else repr(value)
+
+
+def _variables(step: Callable[..., Any]) -> list[Callable[[], Any]]:
+    """Functions that read the variables outside of a function that it names."""
+    function = getattr(step, "__func__", step)
+    code: CodeType | None = getattr(function, "__code__", None)
+    if code is None:
+        return []
+    space, cells = function.__globals__, function.__closure__ or ()
+    reads: list[Callable[[], Any]] = [partial(_contents, cell) for cell in cells]
+    return reads + [partial(space.get, name) for name in code.co_names if name in space]
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None

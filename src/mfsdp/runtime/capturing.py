@@ -1,0 +1,95 @@
+"""Records the device work of a whole training step, to launch it again at once (`optim.captured_step`).
+
+While a step is recorded, its Python runs and the device does nothing. So nothing in it may wait for the device, and
+what ranks tell each other before each program is told once, before the recording and before every replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Graph(Protocol):
+    """Recorded device work."""
+
+    nbytes: int
+    """Memory that only its replays use."""
+
+    def record(self, work: Callable[[], T], stream: torch.Stream | None) -> T:
+        """Runs ``work`` without executing what it launches on ``stream``, and returns its result."""
+
+    def replay(self) -> None:
+        """Launches on the current stream what was recorded."""
+
+
+class CudaGraph:
+    """A CUDA graph. Has not run on a GPU yet; written after torch 2.13.
+
+    All graphs of a device share one memory pool: nothing in it outlives a replay. Collectives of NCCL are recorded like
+    kernels; its watchdog and autograd's device threads go on, so only this thread's calls are restricted.
+    """
+
+    _pools: ClassVar[dict[torch.device, tuple[int, int]]] = {}
+
+    def __init__(self, device: torch.device):
+        self._device, self._graph, self.nbytes = device, torch.cuda.CUDAGraph(), 0
+
+    def record(self, work: Callable[[], T], stream: torch.Stream | None) -> T:
+        pool = self._pools.setdefault(self._device, torch.cuda.graph_pool_handle())
+        before = torch.cuda.memory_reserved(self._device)
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+            out = work()
+        self.nbytes = max(0, torch.cuda.memory_reserved(self._device) - before)
+        return out
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
+"""What records, by device type."""
+
+
+class _State:
+    """Of the process: autograd runs backward in threads of its own."""
+
+    recording = False
+    obstacles: dict[str, None] | None = None
+    """Why the step that is being watched cannot be recorded."""
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Marks what runs inside of the ``with`` as recorded."""
+    _State.recording = True
+    try:
+        yield
+    finally:
+        _State.recording = False
+
+
+def is_recording() -> bool:
+    """Whether launches are recorded and not executed."""
+    return _State.recording
+
+
+@contextmanager
+def watching() -> Iterator[dict[str, None]]:
+    """Collects why what runs inside of the ``with`` could not be recorded."""
+    found = _State.obstacles = {}
+    try:
+        yield found
+    finally:
+        _State.obstacles = None
+
+
+def obstacle(why: str) -> None:
+    """Says that the running step cannot be recorded, if somebody asks."""
+    if _State.obstacles is not None:
+        _State.obstacles[why] = None
