@@ -86,13 +86,15 @@ def test_megatrons_defaults_change_nothing():
     })  # fmt: skip
     with pytest.raises(ValueError, match="disable_symmetric_registration=None: choose True or False"):
         Options.parse({"disable_symmetric_registration": None})
+    with pytest.raises(ValueError, match="option cuda_graph: call mfsdp.capture_step"):
+        Options.parse({"cuda_graph": "step"})
 
 
 @pytest.mark.parametrize(
     ("mode", "why"),
     [
         ("max-autotune", "mode='max-autotune'; use options="),
-        ("reduce-overhead", "one CUDA graph.*not run on a GPU yet"),
+        ("reduce-overhead", "mode='reduce-overhead'; use mfsdp.capture_step"),
     ],
 )
 def test_modes_are_refused(mode, why):

@@ -28,6 +28,7 @@ from mfsdp.runtime import capturing, static_buffers
 from tests.helpers.dtypes import BF16
 from tests.helpers.graphs import graphs
 from tests.helpers.parity import compiled
+from tests.helpers.ranks import here
 
 DUE = captured_step.due
 
@@ -55,7 +56,7 @@ class Momentum(torch.optim.Optimizer):
     """Reads nothing on the host, as torch's do on a GPU with capturable=True and a tensor for the learning rate."""
 
     def __init__(self, params: Any):
-        super().__init__(params, {"lr": torch.tensor(0.1), "momentum": 0.9})
+        super().__init__(params, {"lr": torch.tensor(0.1, device=here()), "momentum": 0.9})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -63,7 +64,7 @@ class Momentum(torch.optim.Optimizer):
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
                 if not state:
-                    state["step"], state["sum"] = torch.zeros(()), torch.zeros_like(p)
+                    state["step"], state["sum"] = torch.zeros((), device=p.device), torch.zeros_like(p)
                 state["step"] += 1
                 state["sum"].mul_(group["momentum"]).add_(p.grad)
                 p.sub_(state["sum"] * group["lr"] / state["step"].sqrt())
@@ -77,7 +78,7 @@ class Trained:
         optimizer: Callable[[Any], torch.optim.Optimizer] = Momentum, options: Any = None, **sharding: Any,
     ):  # fmt: skip
         torch.manual_seed(0)
-        self.model = mfsdp.fully_shard(Net(), units=[nn.Sequential], **sharding)
+        self.model = mfsdp.fully_shard(Net().to(here()), units=[nn.Sequential], **sharding)
         mfsdp.keep_gradients(self.model)
         self.optimizer = mfsdp.fully_shard_optimizer(optimizer(self.model.parameters()))
         self.run = compiled(self.model, lowering, **(options or {}))
@@ -87,7 +88,7 @@ class Trained:
             self.step = mfsdp.capture_step(self._step, self.run, self.optimizer)
 
     def _step(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        total = torch.zeros(())
+        total = torch.zeros((), device=x.device)
         parts = x.chunk(self.microbatches)
         for i, part in enumerate(parts):
             with nullcontext() if i == len(parts) - 1 else mfsdp.no_sync(self.model):
@@ -100,7 +101,7 @@ class Trained:
         return {"loss": total, "norm": getattr(norm, "full_tensor", lambda: norm)()}
 
     def train(self, seed: int, rows: int = 4, me: int = 0) -> list[float]:
-        x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(10 * seed + me))
+        x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(10 * seed + me)).to(here())
         torch.manual_seed(seed)
         return [value.item() for value in self.step(x).values()] + [torch.rand(()).item()]
 
@@ -217,9 +218,13 @@ def _clip(t: Trained) -> None:
         t.step.reset()  # an attribute of an object: not seen
 
 
+def _replace_a_layer(t: Trained) -> None:
+    t.model.layers[0][1] = nn.ReLU()
+
+
 ACTIONS = [
-    _evaluate, _write, _write_rows, _load, _load_optimizer, _freeze, _lr, _other_lr, _mode, _another_step, _backward,
-    _keep_a_gradient, _read, _momentum, _clip, _reset,
+    _replace_a_layer, _evaluate, _write, _write_rows, _load, _load_optimizer, _freeze, _lr, _other_lr, _mode,
+    _another_step, _backward, _keep_a_gradient, _read, _momentum, _clip, _reset,
 ]  # fmt: skip
 
 
@@ -385,6 +390,21 @@ def test_what_cannot_be_captured_says_why_once_and_runs_as_before(four, name):
     assert told(t, 3) == ""
 
 
+def test_what_a_gpu_would_not_see(four):
+    """Numbers that the host reads, and arguments that it would have to copy."""
+    t = Trained(True)
+    t.train(0)
+    wants = torch.ones(1, requires_grad=True)
+    assert list(t.step._forbidden([torch.ones(2), wants])) == ["an argument requires a gradient"]
+    t.step._device = torch.device("cuda", 0)
+    t.optimizer.param_groups[0]["capturable"] = False
+    assert list(dict.fromkeys(t.step._forbidden([torch.ones(2)]))) == [
+        "an argument is on cpu; move it to cuda:0 first", "the Momentum was built without capturable=True",
+        "lr of the Momentum is a tensor on cpu; make it on cuda:0",
+        "step of the Momentum is a tensor on cpu; make it on cuda:0",
+    ]  # fmt: skip
+
+
 def test_streamed_state_is_not_captured(four):
     t = Trained(False, clip=False, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     t.optimizer = mfsdp.fully_shard_optimizer(torch.optim.SGD(t.model.parameters(), 0.1, momentum=0.9), offload=True)
@@ -462,6 +482,7 @@ def test_cuda_graphs_are_made_as_torch_asks(monkeypatch):
     calls: list[Any] = []
     graph = SimpleNamespace(replay=lambda: calls.append("replay"))
     fake = {
+        "Stream": lambda **names: names["stream_id"],
         "CUDAGraph": lambda: graph, "graph_pool_handle": lambda: (0, 1),
         "memory_reserved": lambda device: 100 * len(calls),
         "graph": lambda *given, **how: calls.append((given, how)) or nullcontext(),
@@ -470,8 +491,9 @@ def test_cuda_graphs_are_made_as_torch_asks(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(capturing.CudaGraph, "_pools", {})
     made = [capturing.CudaGraph(torch.device("cuda", 0)) for _ in range(2)]
-    assert [each.record(lambda: "out", "a stream") for each in made] == ["out", "out"]  # type: ignore[arg-type, return-value]
+    stream: Any = SimpleNamespace(stream_id=7, device_index=0, device_type=1)
+    assert [each.record(lambda: "out", stream) for each in made] == ["out", "out"]
     made[0].replay()
-    how = {"pool": (0, 1), "stream": "a stream", "capture_error_mode": "thread_local"}
+    how = {"pool": (0, 1), "stream": 7, "capture_error_mode": "thread_local"}
     assert calls == [((graph,), how)] * 2 + ["replay"] and made[0].nbytes == 100
     assert {"pool", "stream", "capture_error_mode"} <= set(inspect.signature(TORCH_GRAPH.__init__).parameters)

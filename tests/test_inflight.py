@@ -316,6 +316,8 @@ def test_nothing_else_uses_other_streams():
             found.setdefault(str(path.relative_to(SOURCES)), set()).add(what)
     assert found == {
         "cost_model/machine.py": {"non_blocking"},  # synchronises
+        "optim/captured_step.py": {"non_blocking"},  # on the current stream
+        "runtime/capturing.py": {"Stream"},  # one that exists
         "runtime/devices.py": {"Stream", "set_stream"},
         "runtime/host_memory.py": {"non_blocking"},  # inside of `beside`
         "runtime/inflight.py": {"record_event", "wait_event"},

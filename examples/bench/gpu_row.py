@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +128,9 @@ class Setting:
     def blocks(self) -> list[Any]:
         return list(self.model.get_submodule(MODELS[self.row.model].blocks))
 
-    def adamw(self, model: Any) -> Any:
-        return torch.optim.AdamW(model.parameters(), lr=1e-4, **({"fused": True} if self.device == "cuda" else {}))
+    def adamw(self, model: Any, **more: Any) -> Any:
+        more |= {"fused": True} if self.device == "cuda" else {}
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, **more)
 
     def compile(self, function: Any) -> Any:
         return torch.compile(function, backend="aot_eager" if self.row.lowering == "eager" else "inductor")
@@ -150,6 +152,7 @@ class Setting:
 
 
 Contender = tuple[Callable[[], torch.Tensor], Any]
+"""What computes the loss, and the optimizer; ``None``: it is the whole step."""
 
 
 def plain(s: Setting) -> Contender:
@@ -213,11 +216,19 @@ def megatron_v2(s: Setting) -> Contender:
     return s.by_layers(s.model), optimizer
 
 
-def ours(s: Setting, flat: bool) -> Contender:
+def captured(s: Setting) -> Contender:
+    """A whole step as one CUDA graph, which has no optimizer beside it."""
+    import mfsdp
+
+    call, optimizer = ours(s, flat=True, **({"capturable": True} if s.device == "cuda" else {}))
+    return mfsdp.capture_step(partial(train, call, optimizer), s.model, optimizer), None
+
+
+def ours(s: Setting, flat: bool, **more: Any) -> Contender:
     import mfsdp
 
     mfsdp.fully_shard(s.model, **_sharding(s.row))
-    optimizer = s.adamw(s.model)
+    optimizer = s.adamw(s.model, **more)
     options = {"lowering": s.row.lowering, **s.row.options}
     net = torch.compile(s.model, backend="mfsdp", options=options)
     return s.whole(net), mfsdp.fully_shard_optimizer(optimizer) if flat else optimizer
@@ -234,6 +245,7 @@ CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
     "fsdp2-layers": lambda s: fsdp2(s, whole=False),
     "mfsdp": lambda s: ours(s, flat=False),
     "mfsdp-optimizer": lambda s: ours(s, flat=True),
+    "mfsdp-captured": captured,
     "megatron-v1": megatron_v1,
     "megatron-v2": megatron_v2,
     "fsdp2-whole": lambda s: fsdp2(s, whole=True),
@@ -243,18 +255,20 @@ CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
 # What is measured
 
 
+def train(call: Callable[[], torch.Tensor], optimizer: Any) -> torch.Tensor:
+    loss = call()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
 def measured(s: Setting) -> dict[str, Any]:
     sync = torch.cuda.synchronize if s.device == "cuda" else lambda: None
     flop, parameters = operations(s.model, s.row.batch, s.row.seq), sum(p.numel() for p in s.model.parameters())
     call, optimizer = CONTENDERS[s.row.contender](s)
 
-    def step() -> torch.Tensor:
-        loss = call()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = call if optimizer is None else partial(train, call, optimizer)
     sync()
     begun = time.perf_counter()
     losses = [float(step())]

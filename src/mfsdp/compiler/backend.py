@@ -208,12 +208,10 @@ def _refuse_modes(mode: str | None) -> None:
     """
     if mode in (None, "default"):
         return
-    graphs = (
-        ": what a step touches stays where it is, so that a whole step could be one CUDA graph, but replaying "
-        "one that communicates has not run on a GPU yet, and is not built"
+    instead = (
+        "mfsdp.capture_step, which makes a whole step one CUDA graph" if mode == "reduce-overhead" else "options={...}"
     )
-    why = graphs if mode == "reduce-overhead" else ""
-    raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}{why}; use options={{...}}")
+    raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}; use {instead}")
 
 
 def _following(plan: Plan | None, chosen: Options, given: Mapping[str, Any] | None) -> Options:

@@ -243,6 +243,10 @@ class Options:
         given = dict(options or {})
         valid = {f.name: f.default for f in fields(cls)}
         unknown = sorted(set(given) - set(valid))
+        if "cuda_graph" in unknown:
+            raise ValueError(
+                "option cuda_graph: call mfsdp.capture_step(step, model, optimizer), which knows the whole step"
+            )
         if unknown:
             raise ValueError(
                 f"backend 'mfsdp' does not know the option {', '.join(map(repr, unknown))}; valid options are "

@@ -42,6 +42,8 @@ class StepState:
         outermost = {id(buffer.unit.outermost): buffer.unit.outermost for buffer in self.buffers}
         self.outermost: list[Outermost] = list(outermost.values())
         self._variables = _variables(step)
+        self._modules: list[nn.Module] = []
+        self._children: list[int] = []
 
     def now(self) -> State:
         """Returns what the next step depends on, apart from counters and the values of tensors."""
@@ -51,8 +53,7 @@ class StepState:
         for outermost in self.outermost:
             found[f"gathers ahead of {outermost.name}"] = outermost.ahead.state
             found[f"loads of {outermost.name}"] = tuple(outermost.half)
-        for number, model in enumerate(self.models):
-            found[f"modules of model {number}"] = tuple(map(_module, model.modules()))
+        found["modules"] = tuple(map(_module, self._all_modules()))
         for number, optimizer in enumerate(self.optimizers):
             name = f"{type(optimizer).__name__} {number}"
             found[f"settings of {name}"] = tuple(_settings(group) for group in optimizer.param_groups)
@@ -69,7 +70,7 @@ class StepState:
         held: list[Any] = [tensor for buffer in self.buffers for tensor in steady_state.tensors(buffer)]
         held += [static for _, static in static_buffers.of_stream(self.stream)]
         held += [tensor for optimizer in self.optimizers for tensor in _state(optimizer)] + self._named()
-        return held + [tensor for model in self.models for module in model.modules() for tensor in _own(module)]
+        return held + [tensor for module in self._all_modules() for tensor in _own(module)]
 
     def writes(self) -> dict[tuple[str, tuple[int, ...]], object]:
         """Returns counts of writes to weights, by name and the ids of parameters."""
@@ -80,6 +81,14 @@ class StepState:
             if not is_sharded(p):
                 found[name, (id(p),)] = p._version
         return found
+
+    def _all_modules(self) -> list[nn.Module]:
+        """All modules, found again if one has other children than before."""
+        children = [id(child) for module in self._modules for child in module._modules.values()]
+        if children != self._children or not self._modules:
+            self._modules = list(dict.fromkeys(module for model in self.models for module in model.modules()))
+            self._children = [id(child) for module in self._modules for child in module._modules.values()]
+        return self._modules
 
     def _named(self) -> list[Any]:
         """Values of the variables that the step itself names: tensors, numbers, text."""
@@ -93,19 +102,23 @@ def context(device: torch.device) -> tuple[Hashable, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *autocast
 
 
+def numbers(optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """Returns tensors without dimensions among an optimizer's settings and state, with their keys."""
+    values = [item for group in optimizer.param_groups for item in group.items()]
+    values += [item for state in optimizer.state.values() for item in state.items()]
+    return [(key, value) for key, value in values if isinstance(value, torch.Tensor) and not value.dim()]
+
+
 def _own(module: nn.Module) -> list[torch.Tensor]:
     own = [*module._parameters.values(), *module._buffers.values()]
     return [tensor for tensor in own if tensor is not None]
 
 
 def _module(module: nn.Module) -> Hashable:
-    """Mode, hooks, its own parameters and buffers."""
+    """Mode, hooks, children, its own parameters and buffers."""
     hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
-    tensors = [
-        (id(t), t.requires_grad, *((address(t), address(t.grad)) if type(t) in (torch.Tensor, nn.Parameter) else ()))
-        for t in _own(module)
-    ]
-    return module.training, hooks, tuple(tensors)
+    own = [id(t) if is_sharded(t) else (id(t), t.requires_grad, address(t), address(t.grad)) for t in _own(module)]
+    return id(module), module.training, hooks, tuple(own)
 
 
 def _settings(group: dict[str, Any]) -> Hashable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -35,15 +35,18 @@ class CudaGraph:
     kernels; its watchdog and autograd's device threads go on, so only this thread's calls are restricted.
     """
 
-    _pools: ClassVar[dict[torch.device, tuple[int, int]]] = {}
+    _pools: ClassVar[dict[torch.device, Any]] = {}
 
     def __init__(self, device: torch.device):
         self._device, self._graph, self.nbytes = device, torch.cuda.CUDAGraph(), 0
 
     def record(self, work: Callable[[], T], stream: torch.Stream | None) -> T:
+        assert stream is not None
+        names = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+        here = torch.cuda.Stream(**names)
         pool = self._pools.setdefault(self._device, torch.cuda.graph_pool_handle())
         before = torch.cuda.memory_reserved(self._device)
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+        with torch.cuda.graph(self._graph, pool=pool, stream=here, capture_error_mode="thread_local"):
             out = work()
         self.nbytes = max(0, torch.cuda.memory_reserved(self._device) - before)
         return out

@@ -143,6 +143,21 @@ def side(device: torch.device, what: str) -> torch.Stream | None:
     return None if device.type in ("cpu", "meta") else torch.Stream(device)
 
 
+@contextmanager
+def between(stream: torch.Stream | None, device: torch.device) -> Iterator[None]:
+    """Launches on another stream inside of the ``with``: after what this one has launched, before what it will."""
+    here = current_stream(device)
+    if stream is None or here is None:
+        yield
+        return
+    stream.wait_stream(here)
+    try:
+        with stream:
+            yield
+    finally:
+        here.wait_stream(stream)
+
+
 def follow(stream: torch.Stream | None, tensor: torch.Tensor) -> None:
     """Makes the current stream wait for another one's work on a tensor, and protects the tensor's memory from reuse
     until the current stream is done.

@@ -92,8 +92,7 @@ class Arguments:
                 raise ValueError(f"{f.name}={value!r}: choose True or False")
         if self.cuda_graph_mode:
             raise NotImplementedError(
-                "cuda_graph_mode=True: no step of mfsdp has been captured into a CUDA graph yet. Leave it out; "
-                "mfsdp.keep_gradients(model) keeps the addresses of gradients"
+                "cuda_graph_mode=True: leave it out, and call mfsdp.capture_step(step, model, optimizer)"
             )
         self.strategies()
         self.policy()

@@ -75,7 +75,7 @@ def fully_shard(
     """
     if enable_cuda_graph or cuda_graph_activation_recompute:
         raise NotImplementedError(
-            "enable_cuda_graph=True: no step of mfsdp has been captured into a CUDA graph yet; leave it out"
+            "enable_cuda_graph=True: leave it out, and call mfsdp.capture_step(step, model, optimizer)"
         )
     if gradient_scaling_factor is not None and not gradient_scaling_factor > 0:
         raise ValueError(f"gradient_scaling_factor={gradient_scaling_factor!r}: give a positive number")
