@@ -20,6 +20,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from mfsdp.optim import captured_step
@@ -78,6 +79,9 @@ class Trained:
         optimizer: Callable[[Any], torch.optim.Optimizer] = Momentum, options: Any = None, **sharding: Any,
     ):  # fmt: skip
         torch.manual_seed(0)
+        if "mesh" in sharding:
+            axes = sharding["mesh"]
+            sharding["mesh"] = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         self.model = mfsdp.fully_shard(Net().to(here()), units=[nn.Sequential], **sharding)
         mfsdp.keep_gradients(self.model)
         self.optimizer = mfsdp.fully_shard_optimizer(optimizer(self.model.parameters()))
@@ -103,7 +107,7 @@ class Trained:
     def train(self, seed: int, rows: int = 4, me: int = 0) -> list[float]:
         x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(10 * seed + me)).to(here())
         torch.manual_seed(seed)
-        return [value.item() for value in self.step(x).values()] + [torch.rand(()).item()]
+        return [value.item() for value in self.step(x).values() if not value.is_meta] + [torch.rand(()).item()]
 
     def weights(self) -> list[torch.Tensor]:
         return [p.full_tensor().clone() for p in self.model.parameters()]
@@ -132,6 +136,9 @@ def four() -> Iterator[None]:
 
 CASES: dict[str, dict[str, Any]] = {
     "3": {}, "2": {"strategy": "optim_grads"}, "1": {"strategy": "optim"}, "0": {"strategy": "no_shard"},
+    "hsdp": {"mesh": {"dp_outer": 2, "dp_shard": 2}},
+    "microbatches, hsdp": {"mesh": {"dp_outer": 2, "dp_shard": 2}, "microbatches": 2},
+    "hfsdp": {"mesh": {"dp_outer": 2, "dp_shard": 2}, "outer_strategy": "optim"},
     "bf16": {"mp_policy": BF16}, "bf16, 2": {"mp_policy": BF16, "strategy": "optim_grads"},
     "microbatches": {"microbatches": 2}, "microbatches, 0": {"microbatches": 2, "strategy": "no_shard"},
     "no prefetch": {"options": {"prefetch": 0, "reduce_lag": 0, "pool": False}},
@@ -344,6 +351,10 @@ def told(t: Trained, calls: int = 4) -> str:
     return "\n".join(str(w.message) for w in found if "not captured" in str(w.message))
 
 
+def _copies(t: Trained) -> None:
+    t.step = mfsdp.capture_step(lambda x: {**t._step(x), "meta": x.to("meta")}, t.run, t.optimizer)
+
+
 def _counts(t: Trained) -> None:
     calls = 0
 
@@ -370,6 +381,7 @@ def _scheduled(t: Trained) -> None:
 
 OBSTACLES: dict[str, tuple[dict[str, Any], Callable[[Trained], None] | None, int, str]] = {
     "item": ({}, _reads, 4, "the host waits for a value (local_scalar_dense, as in .item())"),
+    "copies": ({}, _copies, 4, "tensors are copied from one device to another"),
     "a counter": ({}, _counts, UNSTEADY + 1, "every step changes variables of the step"),
     "lr": ({}, _scheduled, UNSTEADY + 1, "every step changes settings of Momentum 0"),
     "optimizer": ({}, _unknown, 4, "of no optimizer that capture_step was given"),

@@ -18,7 +18,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mfsdp.runtime import capturing, execution, kernels
+from mfsdp.runtime import capturing, execution, kernels, step_prefetch
 from mfsdp.runtime.execution import Execution
 
 LAUNCHES = ("gather", "scatter", "all_reduce", "all_to_all")
@@ -44,9 +44,12 @@ class CpuGraph(TorchDispatchMode):
         return True
 
     def record(self, work: Callable[[], Any], stream: torch.Stream | None) -> Any:
+        assert not any(early.ends for early in step_prefetch._under_way), "a wait for what was launched before"
         random = torch.get_rng_state()
         with _lines(self), self:
             out = work()
+        launched = [number for number, call in enumerate(self._calls) if isinstance(call[0], str) and call[0] != "wait"]
+        assert launched == sorted(call[1][0] for call in self._calls if call[0] == "wait"), "each launch has its wait"
         torch.set_rng_state(random)
         for address, former in self._former.items():
             _at(address, former.numel()).copy_(former)

@@ -351,7 +351,10 @@ class _Watch(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         if name in self._WAITS:
             capturing.obstacle(f"the host waits for a value ({name.strip('_')}, as in .item())")
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if name in ("_to_copy", "copy_") and out.device != args[-1 if name == "copy_" else 0].device:
+            capturing.obstacle("tensors are copied from one device to another; pass them on the device")
+        return out
 
 
 def _described(leaf: Any) -> Hashable:
