@@ -437,6 +437,16 @@ def test_no_more_shapes_than_a_few(four, monkeypatch):
     assert t.step.describe() == "no step is captured"
 
 
+def test_numbers_that_change_are_told(four, monkeypatch):
+    monkeypatch.setattr(captured_step, "KEYS", 5)
+    t = Trained(False)
+    step = mfsdp.capture_step(lambda x, scale: t._step(x * scale), t.run, t.optimizer)
+    with pytest.warns(match="more than 5 kinds of arguments: give numbers that change as tensors"):
+        for number in range(8):
+            step(torch.ones(4, 8), float(number))
+    assert len(step._seen) == 5
+
+
 def test_what_is_given_is_checked(four):
     t = Trained(False)
     for arguments, words in [

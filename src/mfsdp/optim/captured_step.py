@@ -52,6 +52,9 @@ UNSTEADY = 10
 MOST = 8
 """Recordings of one step function; further shapes run as Python."""
 
+KEYS = 64
+"""Kinds of arguments that are remembered."""
+
 
 def due(call: int) -> bool:
     """Whether ranks may record a call: soon at first, later twice in 64 calls, for shapes that take turns too."""
@@ -199,7 +202,7 @@ class CapturedStep:
         for buffer in self._state.buffers:
             if buffer.weights.exposed:  # to take a gather, the host would look at weights (Note [Step prefetch])
                 buffer.unit.outermost.ahead.stop()
-        before, seen = self._state.now(), self._seen.setdefault(key, _Seen())
+        before, seen = self._state.now(), self._seen_of(key)
         found = next((recording for state, recording in seen.recordings if state == before), None)
         ready = found is None and seen.times >= STEADY and seen.state == before and not seen.refused
         if ready and sum(len(each.recordings) for each in self._seen.values()) >= MOST:
@@ -214,6 +217,13 @@ class CapturedStep:
         out = self._watched(seen, key, leaves) if watch else self._run(key[0], leaves)
         self._note(seen, before, self._state.now())
         return _copied(out)
+
+    def _seen_of(self, key: Key) -> _Seen:
+        if key not in self._seen and len(self._seen) >= KEYS:
+            self._tell(f"more than {KEYS} kinds of arguments: give numbers that change as tensors")
+            unused = next((key for key, seen in self._seen.items() if not seen.recordings), None)
+            self._seen.pop(unused, None)  # type: ignore[arg-type]
+        return self._seen.setdefault(key, _Seen())
 
     def _all(self, ready: bool) -> bool:
         """Whether all ranks are ready to record; the host waits for them."""
