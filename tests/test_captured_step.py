@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mfsdp
 from mfsdp.optim import captured_step
 from mfsdp.optim.captured_step import STEADY, UNSTEADY
+from mfsdp.optim.step_state import StepState
 from mfsdp.runtime import capturing, static_buffers
 from tests.helpers.dtypes import BF16
 from tests.helpers.graphs import graphs
@@ -76,7 +77,8 @@ class Trained:
 
     def __init__(
         self, captured: bool, *, microbatches: int = 1, clip: bool = True, lowering: str = "eager",
-        optimizer: Callable[[Any], torch.optim.Optimizer] = Momentum, options: Any = None, **sharding: Any,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = Momentum, options: Any = None, ahead: bool = True,
+        **sharding: Any,
     ):  # fmt: skip
         torch.manual_seed(0)
         if "mesh" in sharding:
@@ -84,12 +86,19 @@ class Trained:
             sharding["mesh"] = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         self.model = mfsdp.fully_shard(Net().to(here()), units=[nn.Sequential], **sharding)
         mfsdp.keep_gradients(self.model)
-        self.optimizer = mfsdp.fully_shard_optimizer(optimizer(self.model.parameters()))
+        self.optimizer = mfsdp.fully_shard_optimizer(optimizer(self.model.parameters()), ahead=ahead)
         self.run = compiled(self.model, lowering, **(options or {}))
-        self.microbatches, self.clip = microbatches, clip
-        self.step: Any = self._step
-        if captured:
-            self.step = mfsdp.capture_step(self._step, self.run, self.optimizer)
+        self.microbatches, self.clip, scale = microbatches, clip, torch.ones((), device=here())
+
+        def step(x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return self._step(x * scale)
+
+        def change() -> None:
+            nonlocal scale
+            scale = scale * 0.5
+
+        self.step: Any = mfsdp.capture_step(step, self.run, self.optimizer) if captured else step
+        self.change_a_variable = change
 
     def _step(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         total = torch.zeros((), device=x.device)
@@ -156,6 +165,11 @@ def _reset(t: Trained) -> None:
     static_buffers.reset()
 
 
+def _reset_and_write(t: Trained) -> None:
+    static_buffers.reset()
+    _write(t)
+
+
 def _evaluate(t: Trained) -> None:
     with torch.no_grad():
         t.run(torch.ones(2, 8))
@@ -175,7 +189,10 @@ def _load(t: Trained) -> None:
 
 
 def _load_optimizer(t: Trained) -> None:
-    t.optimizer.load_state_dict(t.optimizer.state_dict())
+    loaded = t.optimizer.state_dict()
+    for state in loaded["state"].values():
+        state["sum"] = state["sum"] * 0.5
+    t.optimizer.load_state_dict(loaded)
 
 
 def _freeze(t: Trained) -> None:
@@ -225,13 +242,27 @@ def _clip(t: Trained) -> None:
         t.step.reset()  # an attribute of an object: not seen
 
 
+def _variable(t: Trained) -> None:
+    t.change_a_variable()
+
+
+def _hook(t: Trained) -> None:
+    """After a step, makes its weights smaller."""
+    param = t.model.last.weight
+    t.optimizer.register_step_post_hook(lambda *_: param.data.mul_(0.9))
+
+
+def _module_hook(t: Trained) -> None:
+    t.model.last.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
 def _replace_a_layer(t: Trained) -> None:
     t.model.layers[0][1] = nn.ReLU()
 
 
 ACTIONS = [
-    _replace_a_layer, _evaluate, _write, _write_rows, _load, _load_optimizer, _freeze, _lr, _other_lr, _mode,
-    _another_step, _backward, _keep_a_gradient, _read, _momentum, _clip, _reset,
+    _variable, _hook, _module_hook, _replace_a_layer, _evaluate, _write, _write_rows, _load, _load_optimizer, _freeze,
+    _lr, _other_lr, _mode, _another_step, _backward, _keep_a_gradient, _read, _momentum, _clip, _reset,
 ]  # fmt: skip
 
 
@@ -263,6 +294,27 @@ def test_what_a_user_does_between_steps_is_seen(four, does, strategy):
     t = alike([(6, does), (4, does), (6, None)], strategy=strategy)
     print(t.step.describe())
     assert t.replays
+
+
+NEEDED = {
+    "gathers ahead": (_evaluate, {}), "settings of unit": (_freeze, {}), "modules": (_replace_a_layer, {}),
+    "settings of Momentum": (_other_lr, {}), "settings of Momentum|state of": (_load_optimizer, {}),
+    "variables": (_variable, {}), "hooks of": (_hook, {}), "static": (_reset_and_write, {}),
+    "addresses|gradients": (_backward, {"ahead": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", NEEDED)
+def test_each_part_of_the_state_is_needed(four, monkeypatch, parts):
+    """Without it, a step is replayed that is another one (invariant 71)."""
+    does, how = NEEDED[parts]
+    whole = StepState.now
+    left_out = tuple(parts.split("|"))
+    monkeypatch.setattr(
+        StepState, "now", lambda self: {k: v for k, v in whole(self).items() if not k.startswith(left_out)}
+    )
+    with pytest.raises((AssertionError, RuntimeError)):
+        alike([(6, does), (6, None)], **how)
 
 
 @settings(max_examples=12, deadline=None)
