@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,10 +24,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
+from mfsdp.buffers.flat_buffer import buffers_in
 from mfsdp.optim import captured_step
 from mfsdp.optim.captured_step import STEADY, UNSTEADY
 from mfsdp.optim.step_state import StepState
-from mfsdp.runtime import capturing, static_buffers
+from mfsdp.runtime import capturing, devices, static_buffers
 from tests.helpers.dtypes import BF16
 from tests.helpers.graphs import graphs
 from tests.helpers.parity import compiled
@@ -130,6 +132,7 @@ class Trained:
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CPU that has graphs, which may be recorded in any call."""
     monkeypatch.setattr(captured_step, "due", lambda call: True)
+    monkeypatch.setattr(captured_step, "_numbers", itertools.count(1))
     static_buffers.reset()
     with graphs():
         yield
@@ -256,13 +259,27 @@ def _module_hook(t: Trained) -> None:
     t.model.last.register_forward_hook(lambda module, args, out: out * 0.5)
 
 
+def _another_hook(t: Trained) -> None:
+    """As many hooks as before."""
+    for each in vars(t).pop("hooked", []):
+        each.remove()
+    factor = vars(t)["factor"] = 0.5 * vars(t).get("factor", 1.0)
+    weight = t.model.last.weight
+    t.hooked = [weight.register_hook(lambda grad: grad * factor)]
+
+
+def _dropout(t: Trained) -> None:
+    t.model.layers[0][2].p += 0.1
+
+
 def _replace_a_layer(t: Trained) -> None:
     t.model.layers[0][1] = nn.ReLU()
 
 
 ACTIONS = [
-    _variable, _hook, _module_hook, _replace_a_layer, _evaluate, _write, _write_rows, _load, _load_optimizer, _freeze,
-    _lr, _other_lr, _mode, _another_step, _backward, _keep_a_gradient, _read, _momentum, _clip, _reset,
+    _another_hook, _dropout, _variable, _hook, _module_hook, _replace_a_layer, _evaluate, _write, _write_rows, _load,
+    _load_optimizer, _freeze, _lr, _other_lr, _mode, _another_step, _backward, _keep_a_gradient, _read, _momentum,
+    _clip, _reset,
 ]  # fmt: skip
 
 
@@ -403,6 +420,23 @@ def told(t: Trained, calls: int = 4) -> str:
     return "\n".join(str(w.message) for w in found if "not captured" in str(w.message))
 
 
+def _writes(t: Trained) -> None:
+    total = torch.zeros(())
+    step = mfsdp.capture_step(lambda x, total: {"loss": total.add_(t._step(x)["loss"])}, t.run, t.optimizer)
+    t.step = lambda x: step(x, total)
+    t.step._seen, t.step.describe = step._seen, step.describe
+
+
+def _returns(t: Trained) -> None:
+    t.step = mfsdp.capture_step(lambda x: {**t._step(x), "more": Result()}, t.run, t.optimizer)
+
+
+class Result:
+    """No tensor."""
+
+    is_meta = True
+
+
 def _copies(t: Trained) -> None:
     t.step = mfsdp.capture_step(lambda x: {**t._step(x), "meta": x.to("meta")}, t.run, t.optimizer)
 
@@ -433,6 +467,8 @@ def _scheduled(t: Trained) -> None:
 
 OBSTACLES: dict[str, tuple[dict[str, Any], Callable[[Trained], None] | None, int, str]] = {
     "item": ({}, _reads, 4, "the host waits for a value (local_scalar_dense, as in .item())"),
+    "writes": ({}, _writes, 4, "the step writes an argument"),
+    "returns": ({}, _returns, 4, "the step returns a Result: give tensors, in lists, tuples and dicts"),
     "copies": ({}, _copies, 4, "tensors are copied from one device to another"),
     "a counter": ({}, _counts, UNSTEADY + 1, "every step changes variables of the step"),
     "lr": ({}, _scheduled, UNSTEADY + 1, "every step changes settings of Momentum 0"),
@@ -467,6 +503,44 @@ def test_what_a_gpu_would_not_see(four):
         "lr of the Momentum is a tensor on cpu; make it on cuda:0",
         "step of the Momentum is a tensor on cpu; make it on cuda:0",
     ]  # fmt: skip
+
+
+def test_what_a_step_names_is_compared():
+    """A view of other rows, a global in a comprehension, a partial."""
+    table = torch.ones(4, 2)
+    view = table[:2]
+
+    def step() -> float:
+        return sum(x.sum() * WARM for x in view)  # type: ignore[return-value]
+
+    state = StepState(partial(step), [], [], None)
+    before = state.now()
+    assert WARM in before["variables of the step"]  # type: ignore[operator]
+    view = table[:4]
+    assert state.now() != before
+
+
+def test_autograd_calls_us_on_the_stream_of_the_step(four, monkeypatch):
+    """A node of autograd runs on the stream that it was made on."""
+    t = Trained(False)
+    buffer = buffers_in(t.model)[0]
+    monkeypatch.setattr(devices, "current_stream", lambda device: "another")
+    buffer.gradients.follow_stream()
+    monkeypatch.undo()
+    assert buffer.gradients._node_stream == "another"
+    t.train(0)
+    assert all(p.grad is None for p in t.model.parameters())
+
+
+def test_the_hosts_waits_on_a_gpu_are_obstacles(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    waits = capturing.host_waits(torch.device("cuda"))
+    with pytest.warns(UserWarning, match="another"), capturing.watching() as found, waits:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    assert modes == ["warn", 0] and len(found) == 1 and "the host waits for the device" in next(iter(found))
 
 
 def test_streamed_state_is_not_captured(four):

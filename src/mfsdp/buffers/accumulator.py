@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,7 @@ class Accumulator:
         if seen is None:
             return False
         views = self._grads.values()
-        return holders(seen.untyped_storage()) > 2 + len(views) or any(sys.getrefcount(view) > 3 for view in views)
+        return holders(seen.untyped_storage()) > 2 + len(views) or _referred(views) > _referred({0: object()}.values())
 
     def like(self, other: Accumulator) -> None:
         """Copies the state of another buffer's accumulator."""
@@ -197,6 +198,11 @@ class Accumulator:
             if keep and self.flat is not None and self.flat.dtype is self.memory.dtype:
                 self.memory.spare = self.flat
             self.flat = self.narrow = None
+
+
+def _referred(values: Iterable[object]) -> int:
+    """The largest number of references to one of some values, these included."""
+    return max((sys.getrefcount(value) for value in values), default=0)
 
 
 def scaled(out: torch.Tensor, x: torch.Tensor, scale: float, *, fused: bool | None = None) -> torch.Tensor:

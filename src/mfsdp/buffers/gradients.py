@@ -57,7 +57,15 @@ class Gradients:
         """Registers for the end of backwards through ``source``."""
         done = weakref.WeakMethod(self._backward_done)  # Python's GC does not see a tensor's hooks
         source.register_post_accumulate_grad_hook(lambda source: (done() or _nobody)(source))
-        self._node = engine.accumulation_node(source)
+        self._source, self._node = weakref.ref(source), engine.accumulation_node(source)
+        self._node_stream = devices.current_stream(source.device)
+
+    def follow_stream(self) -> None:
+        """Makes autograd run `_backward_done` on the current stream: a node runs on the stream that it was made on."""
+        source = self._source()
+        if source is not None and self._node_stream != (here := devices.current_stream(source.device)):
+            del self._node  # the last reference: the next call makes another
+            self._node, self._node_stream = engine.accumulation_node(source), here
 
     def like(self, other: Gradients) -> None:
         """Copies the state of another buffer's gradients."""

@@ -60,7 +60,11 @@ class KeptCast:
 
     def is_due(self) -> bool:
         """Returns whether `read` would redo it."""
-        return self.due or self._of.exposed or self._of.main._version != self._version
+        return self._of.exposed or self.written()
+
+    def written(self) -> bool:
+        """Returns whether main weights have been written since, other than through rows that are out."""
+        return self.due or self._of.main._version != self._version
 
     def _beside(self, other: KeptCast) -> bool:
         """Whether the other belongs to the same model and device, and a write to its weights cannot go unseen."""

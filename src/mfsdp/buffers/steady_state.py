@@ -10,7 +10,8 @@ step begins in the same state and at the same addresses, and the step can go on 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -21,8 +22,13 @@ State = dict[str, Hashable]
 
 
 def address(tensor: torch.Tensor | None) -> Hashable:
-    """Returns where a tensor is, and its dtype; ``None`` for no tensor."""
-    return None if tensor is None else (tensor.data_ptr(), tensor.dtype)
+    """Returns where a tensor is, its dtype and its shape; ``None`` for no tensor."""
+    return None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def all_hooks(*hooks: Mapping[Any, Any] | None) -> tuple[Any, ...]:
+    """Returns the hooks in some dicts of them."""
+    return tuple(hook for each in hooks if each for hook in each.values())
 
 
 def tensors(buffer: FlatBuffer) -> Iterator[torch.Tensor | None]:
@@ -42,11 +48,12 @@ def state(buffer: FlatBuffer) -> State:
     return {
         f"addresses of {name}": tuple(map(address, tensors(buffer))),
         f"weights of {name}": (
-            weights.stale, weights.due(), weights.has_room, weights.exposed, weights.kept_cast.is_due(),
+            weights.stale, weights.due(), weights.has_room, weights.kept_cast.written(),
             weights.maxima.due(), tuple(lasting), weights.summoned is None,
         ),
         f"gradients of {name}": (
-            gradients.sync, gradients.late, gradients.waits, gradients.heard(), gradients.overlap is None,
+            gradients.sync, gradients.late, gradients.waits, gradients.overlap is None,
+            all_hooks(*gradients.hooks.grad_hooks.values(), *gradients.hooks.post_hooks.values()),
             tuple(sorted(accumulator.slots)), tuple(sorted(accumulator.dropped)),
             accumulator.lent,
         ),

@@ -258,8 +258,12 @@ class Weights:
         """
         before, filled = self.history, self._version == self.main._version and not self.stale
         redone: list[Any] = [codes for codes in self.lasting.codes.values() if codes.history == before]
-        redone += [early for early in step_prefetch.of([self.buffer]) if early.history == before]
-        cast = not self.kept_cast.is_due()
+        early = [early for early in step_prefetch.of([self.buffer]) if early.history == before]
+        for gather in early:
+            if gather.snapshot is not None:
+                gather.snapshot = self.main.detach().clone()
+        redone += early
+        cast = not self.kept_cast.written()
         torch.autograd.graph.increment_version(self.main)
         for made in redone:
             made.history = self.history

@@ -18,6 +18,7 @@ the next forward are waited for (on the device) where the step ends.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -29,9 +30,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from ..buffers.flat_buffer import buffers_in, shared_over
+from ..buffers.flat_buffer import FlatBuffer, buffers_in, shared_over
 from ..buffers.steady_state import State
 from ..dtensor.optimizer_hooks import count
 from ..runtime import capturing, devices, execution, step_prefetch
@@ -51,6 +52,9 @@ UNSTEADY = 10
 
 MOST = 8
 """Recordings of one step function; further shapes run as Python."""
+
+_numbers = itertools.count(1)
+"""Of recordings, the same on all ranks, which record together."""
 
 KEYS = 64
 """Kinds of arguments that are remembered."""
@@ -129,6 +133,8 @@ class _Recording:
     """What the step returned; tensors are overwritten by every replay."""
     held: list[Any]
     """What the graph uses and does not own."""
+    written: list[FlatBuffer]
+    """Whose weights it writes."""
     name: str
     replays: int = 0
 
@@ -145,6 +151,8 @@ class _Seen:
     """How many in a row have not."""
     refused: bool = False
     """Whether something stands in the way."""
+    results: Hashable = None
+    """The structure of results, and those that are no tensors."""
     recordings: list[tuple[State, _Recording]] = field(default_factory=list)
 
 
@@ -176,7 +184,7 @@ class CapturedStep:
         """
         leaves, tree = tree_flatten((args, kwargs))
         key = tree, (*map(_described, leaves), *context(self._device))
-        if self._makes_graph is None:
+        if self._makes_graph is None or capturing.is_recording():
             return _copied(self._step(*args, **kwargs))
         with devices.between(self._stream, self._device):  # the default stream cannot be captured
             return self._take(key, leaves)
@@ -200,8 +208,7 @@ class CapturedStep:
 
     def _take(self, key: Key, leaves: list[Any]) -> Any:
         for buffer in self._state.buffers:
-            if buffer.weights.exposed:  # to take a gather, the host would look at weights (Note [Step prefetch])
-                buffer.unit.outermost.ahead.stop()
+            buffer.gradients.follow_stream()
         before, seen = self._state.now(), self._seen_of(key)
         found = next((recording for state, recording in seen.recordings if state == before), None)
         ready = found is None and seen.times >= STEADY and seen.state == before and not seen.refused
@@ -242,16 +249,22 @@ class CapturedStep:
 
     def _watched(self, seen: _Seen, key: Key, leaves: list[Any]) -> Any:
         """Runs a step and finds out why it could not be recorded."""
-        versions = self._state.writes()
-        with capturing.watching() as found, _Watch():
+        writes, versions = self._state.writes(), _versions(leaves)
+        with capturing.watching() as found:
             for why in self._forbidden(leaves):
                 capturing.obstacle(why)
-            out = self._run(key[0], leaves)
+            with capturing.host_waits(self._device), _Watch():
+                out = self._run(key[0], leaves)
+        if _versions(leaves) != versions:
+            found["the step writes an argument"] = None
+        seen.results = _constants(out)
+        strange = {type(leaf).__name__ for leaf in tree_leaves(out) if not isinstance(leaf, (*PLAIN, torch.Tensor))}
+        found |= {f"the step returns a {name}: give tensors, in lists, tuples and dicts": None for name in strange}
         mine = {
             id(p) for optimizer in self._state.optimizers for group in optimizer.param_groups for p in group["params"]
         }
         for (name, params), version in self._state.writes().items():
-            if version != versions.get((name, params)) and mine.isdisjoint(params):
+            if version != writes.get((name, params)) and mine.isdisjoint(params):
                 found[f"the step writes {name}, of no optimizer that capture_step was given"] = None
         seen.refused = bool(found)
         for why in found:
@@ -269,11 +282,11 @@ class CapturedStep:
 
     def _record(self, seen: _Seen, tree: TreeSpec, state: State, leaves: list[Any]) -> Any:
         assert self._makes_graph is not None
-        number = 1 + sum(len(each.recordings) for each in self._seen.values())
         inputs = [leaf.detach().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         given = iter(inputs)
         static = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        graph, name = self._makes_graph(self._device), f"captured step {number}"
+        graph, name = self._makes_graph(self._device), f"captured step {next(_numbers)}"
+        histories = {buffer: buffer.weights.history for buffer in self._state.buffers}
         with self._announced(name), capturing.recording():
             try:
                 out = graph.record(lambda: self._run(tree, static), self._stream)
@@ -285,8 +298,10 @@ class CapturedStep:
                 )
                 raise
         log.info("mfsdp: %s: %d bytes of its own", name, graph.nbytes)
-        recording = _Recording(graph, inputs, out, self._state.held(), name)
-        if self._state.now() == state:
+        written = [buffer for buffer, history in histories.items() if buffer.weights.history != history]
+        recording = _Recording(graph, inputs, out, self._state.held(), written, name)
+        if self._state.now() == state and _constants(out) == seen.results:
+            self._drop_unreachable(state)
             seen.recordings.append((state, recording))
         else:  # it is this step, and no other
             seen.times = 0
@@ -300,11 +315,15 @@ class CapturedStep:
                 static.copy_(given, non_blocking=True)
         with self._announced(recording.name):
             out = self._launch(recording)
-        stepped = {b: None for o in self._state.optimizers if is_flat(o) for b in o._mfsdp_runs.members}  # type: ignore[attr-defined]
-        for buffer in stepped:
+        for buffer in recording.written:
             buffer.weights.replayed()
-        count(stepped)
+        count(recording.written)
         return out
+
+    def _drop_unreachable(self, state: State) -> None:
+        """Drops recordings that use memory which is not used any more."""
+        for seen in self._seen.values():
+            seen.recordings = [each for each in seen.recordings if _memory(each[0]) == _memory(state)]
 
     def _launch(self, recording: _Recording) -> Any:
         recording.graph.replay()
@@ -362,7 +381,7 @@ class _Watch(TorchDispatchMode):
         if name in self._WAITS:
             capturing.obstacle(f"the host waits for a value ({name.strip('_')}, as in .item())")
         out = func(*args, **(kwargs or {}))
-        if name in ("_to_copy", "copy_") and out.device != args[-1 if name == "copy_" else 0].device:
+        if name in ("_to_copy", "copy_") and out.device != args[1 if name == "copy_" else 0].device:
             capturing.obstacle("tensors are copied from one device to another; pass them on the device")
         return out
 
@@ -376,6 +395,23 @@ def _described(leaf: Any) -> Hashable:
         f"capture_step: an argument of the step is a {type(leaf).__name__}: give tensors, numbers and text, in lists, "
         "tuples and dicts (dict(batch))"
     )
+
+
+def _versions(leaves: list[Any]) -> list[int]:
+    """Counts of writes to arguments; inference tensors have none."""
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference())
+    return [tensor._version for tensor in tensors]
+
+
+def _constants(results: Any) -> Hashable:
+    """The structure of results, and those that are no tensors."""
+    leaves, tree = tree_flatten(results)
+    return tree, tuple(leaf for leaf in leaves if isinstance(leaf, PLAIN))
+
+
+def _memory(state: State) -> State:
+    """The part of a state that says where memory is."""
+    return {name: value for name, value in state.items() if name.startswith(("addresses", "state of", "static"))}
 
 
 def _copied(results: Any) -> Any:

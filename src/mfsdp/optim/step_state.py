@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import CellType, CodeType
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..buffers import steady_state
 from ..buffers.flat_buffer import Outermost, buffers_in
-from ..buffers.steady_state import State, address
+from ..buffers.steady_state import State, address, all_hooks
 from ..runtime import static_buffers
 from .parameter_ranges import is_sharded
 
@@ -53,14 +54,15 @@ class StepState:
         for outermost in self.outermost:
             found[f"gathers ahead of {outermost.name}"] = outermost.ahead.state
             found[f"loads of {outermost.name}"] = tuple(outermost.half)
+        found["global hooks"] = all_hooks(*_global_hooks())
         found["modules"] = tuple(map(_module, self._all_modules()))
         for number, optimizer in enumerate(self.optimizers):
             name = f"{type(optimizer).__name__} {number}"
             found[f"settings of {name}"] = tuple(_settings(group) for group in optimizer.param_groups)
             found[f"state of {name}"] = tuple(map(_value, _state(optimizer)))
-            found[f"hooks of {name}"] = (
-                len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks),
-            )  # fmt: skip
+            found[f"hooks of {name}"] = all_hooks(
+                optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+            )
         found["variables of the step"] = tuple(map(_value, self._named()))
         found["static buffers"] = tuple((key, id(static)) for key, static in static_buffers.of_stream(self.stream))
         return found
@@ -115,10 +117,27 @@ def _own(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _module(module: nn.Module) -> Hashable:
-    """Mode, hooks, children, its own parameters and buffers."""
-    hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
-    own = [id(t) if is_sharded(t) else (id(t), t.requires_grad, address(t), address(t.grad)) for t in _own(module)]
-    return id(module), module.training, hooks, tuple(own)
+    """Its own numbers and texts (mode, dropout's p), hooks, parameters and buffers."""
+    hooks = all_hooks(
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    )
+    plain = tuple(value for value in vars(module).values() if type(value) in (bool, int, float, str))
+    return id(module), plain, hooks, tuple(map(_tensor, _own(module)))
+
+
+def _tensor(tensor: torch.Tensor) -> Hashable:
+    """Of a sharded parameter only which it is: its buffer knows the rest."""
+    if is_sharded(tensor):
+        return id(tensor)
+    hooks = all_hooks(tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return id(tensor), tensor.requires_grad, address(tensor), address(tensor.grad), hooks
+
+
+def _global_hooks() -> list[Mapping[Any, Any]]:
+    """Hooks of all modules and optimizers. Private in torch; tried on 2.13, not on the others of 2.11 to 2.15."""
+    names = "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"
+    hooks = [getattr(torch.nn.modules.module, f"_global_{name}") for name in names]
+    return [*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks]
 
 
 def _settings(group: dict[str, Any]) -> Hashable:
@@ -143,13 +162,22 @@ def _value(value: Any) -> Hashable:
 
 def _variables(step: Callable[..., Any]) -> list[Callable[[], Any]]:
     """Functions that read the variables outside of a function that it names."""
+    if isinstance(step, partial):
+        given = [step.func, *step.args, *step.keywords.values()]
+        return [read for each in given if callable(each) for read in _variables(each)]
     function = getattr(step, "__func__", step)
     code: CodeType | None = getattr(function, "__code__", None)
     if code is None:
         return []
     space, cells = function.__globals__, function.__closure__ or ()
     reads: list[Callable[[], Any]] = [partial(_contents, cell) for cell in cells]
-    return reads + [partial(space.get, name) for name in code.co_names if name in space]
+    return reads + [partial(space.get, name) for name in _names(code) if name in space]
+
+
+def _names(code: CodeType) -> list[str]:
+    """Global names in code, and in functions and comprehensions inside of it."""
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return list(dict.fromkeys([*code.co_names, *(name for each in inner for name in _names(each))]))
 
 
 def _contents(cell: CellType) -> Any:

@@ -6,6 +6,7 @@ what ranks tell each other before each program is told once, before the recordin
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -45,6 +46,7 @@ class CudaGraph:
         names = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
         here = torch.cuda.Stream(**names)
         pool = self._pools.setdefault(self._device, torch.cuda.graph_pool_handle())
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         with torch.cuda.graph(self._graph, pool=pool, stream=here, capture_error_mode="thread_local"):
             out = work()
@@ -85,11 +87,33 @@ def is_recording() -> bool:
 @contextmanager
 def watching() -> Iterator[dict[str, None]]:
     """Collects why what runs inside of the ``with`` could not be recorded."""
-    found = _State.obstacles = {}
+    before, found = _State.obstacles, dict[str, None]()
+    _State.obstacles = found
     try:
         yield found
     finally:
-        _State.obstacles = None
+        _State.obstacles = before
+
+
+@contextmanager
+def host_waits(device: torch.device) -> Iterator[None]:
+    """Makes every wait of the host for a GPU inside of the ``with`` an obstacle."""
+    if device.type != "cuda":
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for warning in found:
+        if "synchronizing CUDA operation" in str(warning.message):
+            obstacle(f"the host waits for the device ({warning.filename}:{warning.lineno})")
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def obstacle(why: str) -> None:

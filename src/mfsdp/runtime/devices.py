@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from . import groups
+from . import capturing, groups
 
 
 def accelerator() -> torch.device | None:
@@ -160,8 +160,10 @@ def between(stream: torch.Stream | None, device: torch.device) -> Iterator[None]
 
 def follow(stream: torch.Stream | None, tensor: torch.Tensor) -> None:
     """Makes the current stream wait for another one's work on a tensor, and protects the tensor's memory from reuse
-    until the current stream is done.
+    until the current stream is done. What is recorded needs no such wait (`between`), and may not have one.
     """
+    if capturing.is_recording():
+        return
     here = current_stream(tensor.device)
     if here is not None and stream is not None and here != stream:
         here.wait_stream(stream)

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import buffer_registry, devices, engine, execution, kernels
+from . import buffer_registry, capturing, devices, engine, execution, kernels
 from .desync import Fingerprint
 from .instrumentation import observer, recorded
 from .transport import End
@@ -106,7 +106,9 @@ class PrefetchedGather:
         weights = buffer.weights
         if weights.history != self.history:
             return False
-        return self.snapshot is None or torch.equal(_bits(self.snapshot), _bits(weights.main))
+        if self.snapshot is None or capturing.is_recording():  # which has just been asked
+            return True
+        return torch.equal(_bits(self.snapshot), _bits(weights.main))
 
     def drop(self) -> None:
         """Waits for it and releases its output; persistent parameters are due again."""
@@ -153,11 +155,6 @@ class StepPrefetch:
         flight = self.in_flight
         ready = None if flight is None else not flight.anew
         return ready, len(self.wanted), self.learns, self.wasted, self.open
-
-    def stop(self) -> None:
-        """Drops what is in flight and launches no more."""
-        self.settle()
-        self.wasted = WASTED
 
     # after an optimizer's step
 
