@@ -111,6 +111,12 @@ class PipelineStage(TorchPipelineStage):
         """Runs the module for metadata. Private in torch; tried on 2.13 and 2.15."""
         return super()._compute_outputs(*args, module=self._run, **kwargs)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Returns the first messages to other ranks: torch 2.11 also sends to the own rank where it has two neighboring
+        stages (V schedules), which gloo cannot ("Pair is not connected"). Private in torch; tried on 2.11 and 2.13.
+        """
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
