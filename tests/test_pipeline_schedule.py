@@ -145,6 +145,7 @@ def test_1f1b_of_equal_stages_is_what_it_was():
     )
     formula, simulated = table
     assert simulated.step == pytest.approx(formula.step) and simulated.bubble == pytest.approx(formula.bubble)
+    assert "without sends" not in str(simulated) and "a stage of 3 (1F1B without sends; " in str(formula)
     assert formula.pipeline is None and simulated.grid == formula.grid == "[1] x 3 stages"
     assert simulated.compute == pytest.approx(formula.compute) and simulated.flops == formula.flops
     held = [r.in_flight for r in simulated.pipeline.ranks]
