@@ -406,10 +406,7 @@ def _views(
     rank: PipelineRank, mine: Sequence[Stage], variants: Mapping[Action, tuple[str, ...]], memory: _Memory
 ) -> tuple[list[View], float, str, str]:
     """Returns the views of a rank's programs, seconds of their kernels in a step, and program and line of its peak."""
-    runs: dict[tuple[int, str], int] = {}
-    for action, names in variants.items():
-        for name in names if action.stage in rank.stages else ():
-            runs[action.stage, name] = runs.get((action.stage, name), 0) + 1
+    runs = Counter((action.stage, name) for action, names in variants.items() for name in names)
     alike: dict[int, list[int]] = {}
     for stage, number in zip(mine, rank.stages, strict=True):
         alike.setdefault(id(stage), []).append(number)
@@ -420,18 +417,15 @@ def _views(
         numbers = alike[id(stage)]
         others = memory.lasting + memory.before - stage.alone.ledger.lasting
         for name, part in stage.parts.items():
-            count = sum(runs.get((number, name), 0) for number in numbers)
+            count = sum(runs[number, name] for number in numbers)
             if not count:
                 continue
-            title = f"{'first ' * name.endswith('first')}{'last ' * name.endswith('last')}{part.program.title}"
-            title += f" of stage {numbers[0]}" if len(alike) > 1 else ""
-            lines = [
-                replace(x, live=x.live + others, after=x.after + others)
-                for x in lines_of(part, stage.alone.ledger, now)
-            ]
-            view = View(title, part.stages, tuple(lines), part.program.units, count)
-            views.append(view)
-            now += view.seconds
+            which = name[2:] and f"{name[2:]} "  # "F first", "W last"
+            title = f"{which}{part.program.title}" + (f" of stage {numbers[0]}" if len(alike) > 1 else "")
+            alone = lines_of(part, stage.alone.ledger, now)
+            lines = tuple(replace(x, live=x.live + others, after=x.after + others) for x in alone)
+            views.append(View(title, part.stages, lines, part.program.units, count))
+            now += views[-1].seconds
             compute += count * sum(t.seconds for t in part.times.values())
             if phase == "optimizer" and memory.at[1] in numbers and memory.at[0] == name[0]:
                 phase, line = title, max(lines, key=lambda x: x.live).name
