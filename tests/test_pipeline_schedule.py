@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 import mfsdp
 from mfsdp.config.hardware import Link
-from mfsdp.cost_model.pipeline_schedule import SCHEDULES, SINGLE, Action, Order, Span, orders, simulate
+from mfsdp.cost_model.pipeline_schedule import SCHEDULES, SINGLE, V_SHAPED, Action, Order, Span, orders, simulate
 from mfsdp.reports import page
 from tests.helpers.explained import PLAIN
+from tests.helpers.parity import compiled
 
 FREE = replace(PLAIN, inside=Link(1e18, 0.0), between=Link(1e18, 0.0))
 """A machine that sends in no time."""
@@ -141,14 +145,14 @@ def test_1f1b_of_equal_stages_is_what_it_was():
     )
     formula, simulated = table
     assert simulated.step == pytest.approx(formula.step) and simulated.bubble == pytest.approx(formula.bubble)
+    assert "without sends" not in str(simulated) and "a stage of 3 (1F1B without sends; " in str(formula)
     assert formula.pipeline is None and simulated.grid == formula.grid == "[1] x 3 stages"
     assert simulated.compute == pytest.approx(formula.compute) and simulated.flops == formula.flops
     held = [r.in_flight for r in simulated.pipeline.ranks]
     assert held == [3, 2, 1] and simulated.stages == sorted(simulated.stages, reverse=True)
     one = formula.stages[0] - formula.stages[1]
-    assert one > 0 and {a - b for a, b in zip(simulated.stages[:2], simulated.stages[1:2], strict=False)} == {
-        one + 512 * 64 * 4
-    }, "what forward saves, and the output that torch's stage keeps"
+    first, second, _ = simulated.stages
+    assert first - second == one > 0, "what forward saves, with the output that torch's stage keeps for its gradient"
 
 
 def test_schedules_of_one_stage():
@@ -194,6 +198,49 @@ def test_persistent_parameters_are_gathered_once():
     assert {v.phase: v.runs for v in report.views} == {
         "first forward": 1, "forward": 3, "backward": 3, "last backward": 1,
     }  # fmt: skip
+
+
+def held(name: str) -> int:
+    """The most bytes that a rank of two has held in its third step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard"))
+    rank, single = mesh["pp"].get_local_rank(), name in SINGLE
+    numbers = [rank] if single else [rank, 3 - rank] if name in V_SHAPED else [rank, rank + 2]
+    mfsdp.runtime.static_buffers.reset()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        torch.manual_seed(0)
+        modules = [mfsdp.fully_shard(part(2), mesh=mesh, units=[Block]) for _ in numbers]
+        runs = [compiled(module, "eager", check=False, split_backward=not single) for module in modules]
+        make = partial(mfsdp.PipelineStage, device=torch.device("cpu"), group=mesh["pp"].get_group())
+        count = 2 if single else 4
+        stages = [make(run, number, count) for run, number in zip(runs, numbers, strict=True)]
+        schedule = get_schedule_class(name)(stages[0] if single else stages, 4, loss_fn=lambda out, y: (out * y).sum())
+        optimizer = torch.optim.AdamW([p for m in modules for p in m.parameters()])
+        x, y = torch.randn(4 * 512, 64) if 0 in numbers else None, torch.ones(()).expand(4 * 512, 64)
+        for step in range(3):
+            with torch.profiler.record_function(f"step {step}"):
+                schedule.step(*(() if x is None else (x,)), target=y if count - 1 in numbers else None)
+                optimizer.step()
+                optimizer.zero_grad()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    begin = next(e.start_ns() for e in events if e.name() == "step 2")
+    moves = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    live = itertools.accumulate(n for _, n in moves)
+    return max(bytes_now for (now, _), bytes_now in zip(moves, live, strict=True) if now >= begin)
+
+
+EXHAUSTIVE = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("1F1B", "InterleavedZeroBubble")]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", [*EXHAUSTIVE, "ZBVZeroBubble"])
+def test_each_rank_holds_what_explain_says(four_ranks, name):
+    real = four_ranks.run(held, name)[::2]
+    count = 2 if name in SINGLE else 4
+    report = mfsdp.explain(
+        [part(2) for _ in range(count)], (torch.zeros(512, 64),), world=2, hardware=PLAIN, microbatches=4,
+        schedule=name, suggest=False, **{**GIVEN, "optimizer": "adamw"},
+    )  # fmt: skip
+    assert report.stages == pytest.approx(real, rel=0.04)
 
 
 def test_without_the_split_zero_bubble_has_bubbles():

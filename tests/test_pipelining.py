@@ -20,10 +20,24 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mfsdp
+from mfsdp.runtime.c10d_transport import C10dTransport
+from mfsdp.runtime.transport_registry import carried_by
 from tests.helpers.models import llama
 from tests.helpers.parallel import reset
 from tests.helpers.parity import error
-from tests.helpers.pipelines import LOOP, SINGLE, Model, Pipeline, V, batch, in_one_piece, loss_of, stage_of
+from tests.helpers.pipelines import (
+    LOOP,
+    MICROBATCHES,
+    SINGLE,
+    Block,
+    Model,
+    Pipeline,
+    V,
+    batch,
+    in_one_piece,
+    loss_of,
+    stage_of,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -44,21 +58,23 @@ def in_place(module: nn.Module) -> nn.Module:
     return module
 
 
-def every_schedule(strategy: int, names: tuple[str, ...], **options: Any) -> dict[str, dict[str, Any]]:
+def every_schedule(
+    strategy: int, names: tuple[str, ...], tied: bool = False, **options: Any
+) -> dict[str, dict[str, Any]]:
     found, pipelines = {}, dict[str, Pipeline]()
     for placement, name in ALL:
         if name in names:
             if placement not in pipelines:
                 reset()
-                how = partial(compiled, **options)
-                pipelines[placement] = Pipeline(mesh_of(pp=2, dp_shard=2), placement, {"strategy": strategy}, how)
+                how, mesh = partial(compiled, **options), mesh_of(pp=2, dp_shard=2)
+                pipelines[placement] = Pipeline(mesh, placement, {"strategy": strategy}, how, tied=tied)
             found[name] = pipelines[placement].trained(name)
     return found
 
 
-@pytest.mark.parametrize("strategy", [2, 3])
-def test_every_schedule(four_ranks: Any, strategy: int) -> None:
-    for found in four_ranks.run(every_schedule, strategy, (*SINGLE, *LOOP, *V), timeout=300):
+@pytest.mark.parametrize(("strategy", "tied"), [(2, False), (3, True)])
+def test_every_schedule(four_ranks: Any, strategy: int, tied: bool) -> None:
+    for found in four_ranks.run(every_schedule, strategy, (*SINGLE, *LOOP, *V), tied, timeout=300):
         for name, seen in found.items():
             assert seen["worst"] < 1e-12, (name, seen)
             assert seen["scatter"] == seen["units"], (
@@ -90,12 +106,14 @@ def every_way() -> dict[str, dict[str, Any]]:
     mesh = mesh_of(pp=2, dp_shard=2)
     outer, tensor = mesh_of(pp=2, dp_outer=2, dp_shard=1), mesh_of(pp=2, dp_shard=1, tp=2)
     ways = {
-        "uncompiled": Pipeline(mesh, "loop"),
+        "uncompiled": Pipeline(mesh, "loop", tied=True),
         "in place": Pipeline(mesh, "loop", {}, in_place),
         "one program": Pipeline(mesh, "loop", {}, partial(compiled, split_backward=False)),
-        "checkpointed, flat optimizer": Pipeline(mesh, "loop", {}, compiled, prepare=checkpointed, flat=True),
-        "strategy 1": Pipeline(mesh, "loop", {"strategy": 1}, compiled),
-        "two axes": Pipeline(outer, "loop", {}, compiled),
+        "checkpointed, flat optimizer": Pipeline(
+            mesh, "loop", {}, compiled, prepare=checkpointed, flat=True, tied=True
+        ),
+        "strategy 1": Pipeline(mesh, "loop", {"strategy": 1}, compiled, tied=True),
+        "two axes": Pipeline(outer, "loop", {}, compiled, tied=True),
         "tensor parallelism": Pipeline(tensor, "loop", {}, compiled, prepare=partial(with_tensor_parallelism, tensor)),
     }
     out = {}
@@ -217,6 +235,92 @@ def test_gradients_of_several_steps_and_norms(four_ranks: Any) -> None:
     four_ranks.run(accumulated_and_frozen)
 
 
+def ends(pipeline: Pipeline) -> list[Any]:
+    return [p for n, p in pipeline.parameters().items() if n in ("embed.weight", "head.weight")]
+
+
+def tied_otherwise() -> None:
+    """Gradients of several schedule steps and microbatches; dropped unread, or from outside of a schedule."""
+    mesh = mesh_of(pp=2, dp_shard=2)
+    pipeline = Pipeline(mesh, "single", tied=True)
+    (model,), (mine,) = pipeline.modules.values(), ends(pipeline)
+    for hold in (True, False):
+        schedule = pipeline.scheduled("1F1B", scale=False, hold=hold)
+        pipeline.step(schedule, 0)
+        pipeline.step(schedule, 0)
+        norm = float(mfsdp.clip_grad_norm_(model, 1e9, mesh=mesh))
+        assert abs(norm / (2 * MICROBATCHES * in_one_piece(2, True)[1][0]) - 1) < 1e-12
+        pipeline.step(schedule, 0)
+        model.zero_grad()
+        assert mine.grad is None
+    x = batch(0, 0)[0] if model.embed is not None else torch.randn(2, 4, 16, dtype=torch.float64)
+    model(x).sum().backward()
+    for read in (lambda: mine.grad, torch.optim.SGD([mine]).step):
+        with pytest.raises(RuntimeError, match=r"embed.weight = head.weight is incomplete: .* outside of a step"):
+            read()
+    model.zero_grad()
+    with pytest.raises(NotImplementedError, match="outside of its stage's forward"):
+        mine.square().sum().backward()
+    for register in (mine.register_hook, mine.register_post_accumulate_grad_hook):
+        with pytest.raises(NotImplementedError, match="a gradient hook would see the gradient of one copy"):
+            register(lambda x: None)
+    with carried_by(lambda group, kind: C10dTransport(group)):  # as on a device: no tags
+        assert pipeline.trained("1F1B")["worst"] < 1e-12
+    if pipeline.pp.get_local_rank():
+        mine.requires_grad_(False)
+    pipeline.step(pipeline.scheduled("1F1B"), 0)
+    with pytest.raises(RuntimeError, match="trains on only one of ranks"):
+        mine.grad  # noqa: B018
+
+
+def tied_badly() -> None:
+    """What `tie_weights` refuses, on all ranks."""
+    mesh = mesh_of(pp=2, dp_shard=2)
+    last = mesh["pp"].get_local_rank() == 1
+    names = ["embed.weight", "head.weight"]
+
+    def stage(units: tuple[str, ...] = ("embed", "head")) -> Any:
+        model = stage_of(int(last), 2, tied=True)
+        there = [name for name in units if getattr(model, name) is not None]
+        return mfsdp.fully_shard(model, mesh=mesh, units=["layers.*", *there])
+
+    def refused(words: str, model: Any, names: list[str] = names) -> None:
+        with pytest.raises(ValueError, match=words):
+            mfsdp.tie_weights(model, names, mesh=mesh)
+
+    refused("differ in rows on this rank: .* make each a unit of its own", stage(()))
+    model = stage()
+    refused("copies found are embed.weight on rank 0. Give the names", model, names[:1])
+    refused("copies found are embed.weight on rank 0, ", model, [*names, "lm_head.weight"])
+    own = dict(model.named_parameters())[names[last]]
+    own.requires_grad_(not last)
+    refused("differ in whether it trains", model)
+    own.requires_grad_()
+    with torch.no_grad():
+        own.to_local()[:1].add_(1 if last and own.to_local().shape[0] and mesh["dp_shard"].get_local_rank() else 0)
+    refused("have different values", model)
+    model = stage()
+    model.zero_grad()
+    model(batch(0, 0)[0] if not last else torch.randn(2, 4, 16, dtype=torch.float64)).sum().backward()
+    refused("is in a unit with gradients", model)
+    model.zero_grad()
+    mfsdp.tie_weights(model, names, mesh=mesh)
+    refused("is tied already", model)
+    with pytest.raises(ValueError, match="tie_weights: mesh has the axes"):
+        mfsdp.tie_weights(model, names, mesh=mesh_of(dp_replicate=2, dp_shard=2))
+    both = nn.ModuleList([stage_of(0, 2, tied=True), stage_of(1, 2, tied=True)])
+    mfsdp.fully_shard(both, mesh=mesh, units=[Block])
+    make = partial(mfsdp.PipelineStage, num_stages=2, device=torch.device("cpu"), group=mesh["pp"].get_group())
+    make(both[0], 0)
+    with pytest.raises(ValueError, match=r"another stage has unit '\(root\)' of ModuleList .* mfsdp.tie_weights"):
+        make(both[1], 1)
+
+
+def test_tied_weights(four_ranks: Any) -> None:
+    four_ranks.run(tied_otherwise)
+    four_ranks.run(tied_badly)
+
+
 def saved_by_stages(folder: str) -> None:
     pipeline = Pipeline(mesh_of(pp=2, dp_shard=2), "v", {}, compiled)
     pipeline.trained("ZBVZeroBubble")
@@ -321,7 +425,11 @@ def cut(how: str) -> float:
         stage = LlamaStage(stage, rank)
     units = ["layers.*" if how == "traced" else "model.layers.*"]
     policy = mfsdp.MixedPrecisionPolicy(main_params_dtype=None)
+    if how == "tied":
+        units.append("lm_head" if rank else "model.embed_tokens")
     mfsdp.fully_shard(stage, mesh=mesh, units=units, mp_policy=policy)
+    if how == "tied":
+        mfsdp.tie_weights(stage, ["model.embed_tokens.weight", "lm_head.weight"], mesh=mesh)
     group = mesh["pp"].get_group()
     one = mfsdp.PipelineStage(compiled(stage, split_backward=False), rank, 2, torch.device("cpu"), group=group)
     x, y = batch(0, part)
@@ -334,8 +442,6 @@ def cut(how: str) -> float:
     wrong = [0.0]
     for name, p in stage.named_parameters():
         mine = p.grad.full_tensor()
-        if how == "tied" and name in ("model.embed_tokens.weight", "lm_head.weight"):  # as the page says
-            torch.distributed.all_reduce(mine, group=group)
         there = want[name if name in want else "model.embed_tokens.weight"]
         wrong.append(error(mine, there.grad))
     return max(wrong)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .sharding.module import FSDPModule as FSDPModule
     from .sharding.pipelining import PipelineStage as PipelineStage
     from .sharding.shard import fully_shard as fully_shard
+    from .sharding.tie_weights import tie_weights as tie_weights
 
 __version__ = "0.1.0"
 
@@ -88,6 +89,7 @@ _WHERE = {
     "stream_weights": "checkpoints.streams",
     "summon_full_params": "sharding.contexts",
     "synchronize": "sharding.contexts",
+    "tie_weights": "sharding.tie_weights",
     "together": "compiler.microbatches",
     "trace": "compiler.tracing",
     "unsharded": "sharding.contexts",

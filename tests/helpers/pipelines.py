@@ -37,13 +37,15 @@ class Block(nn.Module):
 class Model(nn.Module):
     checkpointed = False
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed: Any = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleDict({str(i): Block() for i in range(LAYERS)})
         self.norm: Any = nn.LayerNorm(WIDTH)
-        self.head: Any = nn.Linear(WIDTH, VOCAB)
+        self.head: Any = nn.Linear(WIDTH, VOCAB, bias=not tied)
+        if tied:
+            self.head.weight = self.embed.weight
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,9 +55,9 @@ class Model(nn.Module):
         return x if self.head is None else self.head(self.norm(x))
 
 
-def stage_of(number: int, count: int) -> Model:
+def stage_of(number: int, count: int, tied: bool = False) -> Model:
     """A stage: a copy without what the others have. Paths of parameters stay."""
-    model = Model()
+    model = Model(tied)
     for i in range(LAYERS):
         if i * count // LAYERS != number:
             del model.layers[str(i)]
@@ -77,9 +79,11 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def in_one_piece(ranks: int) -> tuple[dict[str, torch.Tensor], list[float], list[list[torch.Tensor]]]:
+def in_one_piece(
+    ranks: int, tied: bool = False
+) -> tuple[dict[str, torch.Tensor], list[float], list[list[torch.Tensor]]]:
     """Weights after two clipped steps of AdamW, the norms, and the losses by step and rank."""
-    model = Model()
+    model = Model(tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     norms, losses = [], []
     for step in range(STEPS):
@@ -109,6 +113,8 @@ class Pipeline:
     """Called with each stage's module before it is sharded."""
     flat: bool = False
     """Whether the optimizer steps on flat buffers."""
+    tied: bool = False
+    """Whether embedding and head are one weight."""
 
     def __post_init__(self) -> None:
         self.pp = self.mesh["pp"]
@@ -120,10 +126,13 @@ class Pipeline:
         self.ranks = self.mesh[tuple(self.data)].size()
         self.modules: dict[int, Model] = {}
         for number in numbers:
-            module = self.modules[number] = stage_of(number, self.count)
+            module = self.modules[number] = stage_of(number, self.count, self.tied)
             self.prepare(module)
             policy = mfsdp.MixedPrecisionPolicy(main_params_dtype=None)
-            mfsdp.fully_shard(module, mesh=self.mesh, units=[Block], mp_policy=policy, **self.sharding)
+            ends = [name for name in ("embed", "head") if self.tied and getattr(module, name) is not None]
+            mfsdp.fully_shard(module, mesh=self.mesh, units=[Block, *ends], mp_policy=policy, **self.sharding)
+        if self.tied:
+            mfsdp.tie_weights(list(self.modules.values()), ["embed.weight", "head.weight"], mesh=self.mesh)
         self.start = {n: p.detach().clone() for m in self.modules.values() for n, p in m.named_parameters()}
         self.compiled = {number: self.compile(module) for number, module in self.modules.items()}
 
@@ -161,7 +170,7 @@ class Pipeline:
     def trained(self, name: str, **more: Any) -> dict[str, Any]:
         """The largest relative errors of two steps of a schedule, and the second step's collectives by kind."""
         self.reset()
-        weights, norms, losses = in_one_piece(self.ranks)
+        weights, norms, losses = in_one_piece(self.ranks, self.tied)
         schedule = self.scheduled(name, **more)
         optimizer: Any = torch.optim.AdamW(self.parameters().values(), lr=1e-2, weight_decay=0.1)
         optimizer = mfsdp.fully_shard_optimizer(optimizer) if self.flat else optimizer
@@ -178,7 +187,14 @@ class Pipeline:
             worst = max(worst, abs(float(norm) / norms[step] - 1))
             optimizer.step()
             optimizer.zero_grad()
-        worst = max([worst, *(error(p.full_tensor(), weights[n]) for n, p in self.parameters().items())])
+        wanted = {n: weights[n] if n in weights else weights["embed.weight"] for n in self.parameters()}
+        worst = max([worst, *(error(p.full_tensor(), wanted[n]) for n, p in self.parameters().items())])
+        if self.tied:
+            copies = [p.to_local() for n, p in self.parameters().items() if n in ("embed.weight", "head.weight")]
+            every: list[list[torch.Tensor]] = [[]] * self.pp.size()
+            torch.distributed.all_gather_object(every, copies, group=self.pp.get_group())
+            first, second = (copy for there in every for copy in there)
+            assert torch.equal(first, second), "copies of a tied weight have drifted apart"
         return {"worst": worst, "units": self.units, **counts}
 
     @property

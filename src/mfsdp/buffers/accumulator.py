@@ -15,6 +15,7 @@ from ..runtime.static_buffers import holders
 
 if TYPE_CHECKING:
     from .flat_buffer import FlatBuffer
+    from .tied_copies import TiedCopy
 
 
 class AccumulatorMemory:
@@ -98,6 +99,8 @@ class Accumulator:
         """Whether DTensors have written to ``_narrow``; versions show writes through plain tensors."""
         self._grads: dict[int, ShardedDTensor] = {}
         """Every ``.grad`` that was read, a view of ``flat`` or of ``_narrow``."""
+        self.tied: dict[int, TiedCopy] = {}
+        """By slot, copies of tied weights, whose gradients come by another way (Note [Tied weights])."""
 
     @property
     def lent(self) -> bool:
@@ -125,8 +128,15 @@ class Accumulator:
 
     def add(self, gshard: torch.Tensor, scale: float) -> None:
         """Adds ``scale * gshard``, or stores it if it is the first gradient."""
+        for copy in self.tied.values():
+            copy.take(gshard, scale)
         flat = self._ready()
         self._become(self.memory.stored(gshard, scale) if flat is None else flat.add_(gshard, alpha=scale))
+
+    def arrive(self, slot: int) -> None:
+        """Completes the gradient of a tied weight."""
+        if slot in self.tied:
+            self.tied[slot].arrive()
 
     def add_rows(self, slot: int, rows: torch.Tensor) -> None:
         """Adds to the gradient of one parameter."""

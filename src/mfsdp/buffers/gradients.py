@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -70,6 +70,8 @@ class Gradients:
     def like(self, other: Gradients) -> None:
         """Copies the state of another buffer's gradients."""
         other._settle()
+        for slot in other.accumulator.tied:
+            other.accumulator.arrive(slot)
         self.sync = other.sync
         self.unreduced.like(other.unreduced)
         self.accumulator.like(other.accumulator)
@@ -114,13 +116,17 @@ class Gradients:
 
     @property
     def late(self) -> bool:
-        """Whether gradients are unreduced, or come in weight parts that wait: they are in no ``.grad``."""
-        return self.unreduced.there or bool(self._parts())
+        """Whether gradients are unreduced, come in weight parts that wait, or are not summed over copies of a tied
+        weight: they are in no ``.grad``.
+        """
+        tied = any(copy.unsent for copy in self.accumulator.tied.values())
+        return self.unreduced.there or bool(self._parts()) or tied
 
     @property
     def waits(self) -> bool:
         """Whether gradients wait for a reduction, for hooks, or for a deferred backward."""
-        return self.holds or self.hooks.pending is not None or self.due is not None or bool(self._parts())
+        tied = any(copy.due for copy in self.accumulator.tied.values())
+        return self.late or self.holds or self.hooks.pending is not None or self.due is not None or tied
 
     def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool:
         """Keeps gradients unreduced under `no_sync` and returns ``True``; else adds the unreduced ones to them."""
@@ -133,11 +139,14 @@ class Gradients:
             self.unreduced.add(grads, offsets)
         return not self.sync
 
-    def forget(self, slots: Iterable[int] | None = None) -> None:
+    def forget(self, slots: Collection[int] | None = None) -> None:
         """Drops unreduced gradients, or those of some parameters; and weight parts that wait, of the whole stage."""
         self.arrive()
         if self._parts() and self.weight_parts is not None:
             self.weight_parts.clear()
+        for slot, copy in self.accumulator.tied.items():
+            if slots is None or slot in slots:
+                copy.drop()
         if slots is None:
             self.unreduced.clear()
         else:
@@ -176,6 +185,11 @@ class Gradients:
     def bring(self, slot: int, rows: torch.Tensor) -> None:
         """Adds a gradient that eager autograd brings to a parameter, from uses outside of forward."""
         self.arrive()
+        if slot in self.accumulator.tied:
+            raise NotImplementedError(
+                f"mfsdp: {self._of.layout.slots[slot].name} is a copy of a tied weight and has a gradient from outside "
+                "of its stage's forward, which the other copies would not see: compute with it in forward"
+            )
         self._ask_before_first()
         if self.heard():
             self.hooks.add_rows(slot, rows)
@@ -279,6 +293,8 @@ class Gradients:
         """Returns the accumulator, with changes made to ``.grad``; ``None`` without a gradient."""
         self.arrive()
         self._check_parts()
+        for slot in self.accumulator.tied:
+            self.accumulator.arrive(slot)
         return self.accumulator.total()
 
     def _settle(self) -> None:
@@ -292,12 +308,14 @@ class Gradients:
 
         Raises:
             RuntimeError: a backward has reduced other units, while this one has unreduced gradients from before; or
-                weight parts of a pipeline stage's backward have not run.
+                weight parts of a pipeline stage's backward have not run, or the gradient of a tied weight is
+                incomplete.
         """
         self._settle()
         self._check_parts()
         if self.unreduced.kept:
             self.unreduced.check()
+        self.accumulator.arrive(slot)
         return slot in self.accumulator.slots
 
     def _parts(self) -> int:
@@ -321,8 +339,11 @@ class Gradients:
         if value is not None:
             self.unreduced.check()
             self._check_parts()
+            self.accumulator.arrive(slot)
             self.accumulator.set(slot, value)
             return
+        if slot in self.accumulator.tied:
+            self.accumulator.tied[slot].drop()
         if self.unreduced.kept or self.unreduced.offsets:
             self.forget([slot])
         self.accumulator.drop(slot, keep=self.keeps and engine.backward_number() < 0)

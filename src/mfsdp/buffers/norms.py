@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..dtensor.mesh import PIPELINE
+from .tied_copies import tied_copy
 
 
 @torch.no_grad()
@@ -58,7 +59,8 @@ def clip_grad_norm_(
     mesh: DeviceMesh | None = None,
 ) -> torch.Tensor:
     """Clips gradients by their norm over all stages of a pipeline, as ``torch.nn.utils.clip_grad_norm_`` clips those of
-    one model. All ranks must call it. A parameter that several stages hold copies of counts several times.
+    one model. All ranks must call it. A weight that several stages hold copies of counts once if `mfsdp.tie_weights`
+    has named it, else several times.
 
     Args:
         modules: this rank's stages; modules, not `PipelineStage` objects.
@@ -74,7 +76,7 @@ def clip_grad_norm_(
             or ``modules`` holds something else.
         RuntimeError: the norm is not finite, with ``error_if_nonfinite``, on every rank.
     """
-    pipeline = None if mesh is None else _pipeline_axis(mesh)
+    pipeline = None if mesh is None else pipeline_axis(mesh, "clip_grad_norm_")
     if pipeline is not None and not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type={norm_type!r} over stages: give a positive order, or math.inf")
     stages = [modules] if isinstance(modules, nn.Module) else list(modules)
@@ -82,7 +84,7 @@ def clip_grad_norm_(
         if not isinstance(stage, nn.Module):
             raise ValueError(f"clip_grad_norm_: {type(stage).__name__} is no module; give stage.submod")
     parameters = list(dict.fromkeys(p for stage in stages for p in stage.parameters()))
-    grads = [g for p in parameters if (g := p.grad) is not None]
+    grads = [g for p in parameters if ((copy := tied_copy(p)) is None or copy.counts) and (g := p.grad) is not None]
     norm = get_total_norm(grads, norm_type, foreach=foreach)
     total = (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
     wide = any(g.dtype is torch.float64 for g in grads)
@@ -105,11 +107,16 @@ def _over(axis: DeviceMesh, value: torch.Tensor, reduction: str) -> torch.Tensor
     return DTensor.from_local(value, axis, [Partial(reduction)], run_check=False).full_tensor()
 
 
-def _pipeline_axis(mesh: DeviceMesh) -> DeviceMesh:
+def pipeline_axis(mesh: DeviceMesh, caller: str) -> DeviceMesh:
+    """Returns the axis of a pipeline.
+
+    Raises:
+        ValueError: the mesh has several axes, none of them of a pipeline.
+    """
     names = [name for name in mesh.mesh_dim_names or () if name in PIPELINE]
     if len(names) != 1 and mesh.ndim != 1:
         raise ValueError(
-            f"clip_grad_norm_: mesh has the axes {mesh.mesh_dim_names}: name the pipeline's {' or '.join(PIPELINE)}, "
+            f"{caller}: mesh has the axes {mesh.mesh_dim_names}: name the pipeline's {' or '.join(PIPELINE)}, "
             "or give that axis alone (mesh['pp'])"
         )
     return mesh[names[0]] if names and mesh.ndim > 1 else mesh

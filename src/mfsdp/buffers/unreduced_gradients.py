@@ -15,6 +15,7 @@ from ..config.patches import wrap
 from ..dtensor.sharded_parameter import ShardedParameter
 from ..runtime.transport import segments
 from ..runtime.weight_parts import any_waiting
+from .tied_copies import any_unsent
 
 if TYPE_CHECKING:
     from .flat_buffer import FlatBuffer
@@ -135,7 +136,7 @@ def _zero_grad(
     owner: Owner,
     set_to_none: bool = True,
 ) -> None:
-    if _with_unreduced or any_waiting():
+    if _with_unreduced or any_waiting() or any_unsent():
         chosen: dict[FlatBuffer, set[int]] = {}
         for p in parameters(owner):
             if isinstance(p, ShardedParameter) and (buffer := p._mfsdp_owner) and buffer.gradients.late:

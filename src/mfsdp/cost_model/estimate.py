@@ -138,7 +138,8 @@ class Schedule:
         words += [f"{self.together} together"] if self.together > 1 else []
         words += ["overlapped"] if self.overlapped else []
         words = words if self.microbatches > 1 else []
-        words += [f"a stage of {self.stages}"] if self.stages > 1 and self.schedule is None else []
+        if self.stages > 1 and self.schedule is None:
+            words += [f"a stage of {self.stages} (1F1B without sends; schedule='1F1B' simulates them)"]
         words += [self.schedule] if self.schedule is not None else []
         words += [f"the slowest rank computes {self.slowest:g} times as long"] if self.slowest > 1 else []
         return ", ".join(words)

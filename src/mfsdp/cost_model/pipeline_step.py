@@ -6,8 +6,10 @@ step), and the last backward or weight part of a stage reduces; the others add t
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -29,8 +31,14 @@ from .timeline import simulate as simulate_program
 TITLES = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
 """The program of each kind of action."""
 
-COMING = ("gradients", "activations saved by forward", "activations in flight", "temporaries", "gathered ahead")
-"""Ledger entries that are not there throughout."""
+SLOTS = {"p": "gathered parameters", "g": "gradient buckets"}
+"""Ledger entries of static buffers, by the first letter of their names. All stages of a rank share these buffers."""
+
+COMING = (
+    "gradients", "activations saved by forward", "activations in flight", "temporaries", "gathered ahead", "inputs",
+    "fixed", *SLOTS.values(),
+)  # fmt: skip
+"""Ledger entries that are not there throughout, or not of one stage."""
 
 
 class Boundary(NamedTuple):
@@ -71,21 +79,29 @@ class Stage:
     seconds: Mapping[str, float]
     """Seconds by variant."""
     boundary: Boundary
-    saved: int
-    """Bytes that forward saves for backward."""
-    kept: int
-    """Bytes of it, and of what the input part adds, that the weight part reads."""
+    read: Mapping[str, tuple[int, int]]
+    """Bytes that backward, or each of its parts, gets from forward and from the input part, and of outputs' gradients.
+    """
     unreduced: int
-    """Bytes of unreduced gradients."""
+    """Bytes of unreduced gradients, from the step's first gradients to the last."""
+    accumulators: int
+    """Bytes of accumulators: from the last gradients to the end of the step, or from the first without unreduced ones.
+    """
 
     @property
     def splits(self) -> bool:
         return "W" in self.parts
 
     @property
+    def slots(self) -> dict[str, int]:
+        """Bytes of static buffers, by name."""
+        return most(part.program.slots for part in self.parts.values())
+
+    @property
     def lasting(self) -> int:
-        """Bytes held throughout the step, without inputs."""
-        return self.alone.ledger.lasting - self.boundary.inputs - self.alone.machine.fixed
+        """Bytes held throughout the step, without inputs and static buffers."""
+        beside = self.boundary.inputs + self.alone.machine.fixed + sum(self.slots.values()) + self.accumulators
+        return self.alone.ledger.lasting - beside
 
     def top(self, kind: str) -> int:
         """Returns the most bytes while a program runs, besides those held throughout."""
@@ -94,6 +110,14 @@ class Stage:
 
     def _title(self, kind: str) -> str:
         return self.parts[kind].program.title
+
+
+def most(slots: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Returns the largest number under each name."""
+    found: dict[str, int] = {}
+    for some in slots:
+        found |= {name: max(n, found.get(name, 0)) for name, n in some.items()}
+    return found
 
 
 def stage_of(
@@ -125,15 +149,19 @@ def stage_of(
         name: max((span.end for span in simulate_program(part.program, part.times)), default=0.0)
         for name, part in found.items()
     }
-    held = [b for b in buffers if b.trainable and b.spec.ranks > 1] if rounds > 1 else []
-    backward = found["I" if last == "W" else "B"].program
-    weight = found["W"].program if last == "W" else None
+    trained = [b for b in buffers if b.trainable] if rounds > 1 else []
     return Stage(
         alone, found, seconds, boundary,
-        saved=sum(saved(backward)[0].values()),
-        kept=sum(saved(weight)[0].values()) if weight is not None else 0,
-        unreduced=sum(b.layout.full_numel * b.precision.grad.itemsize for b in held),
+        read={kind: _read(found[kind].program) for kind in "BIW" if kind in found},
+        unreduced=sum(b.layout.full_numel * b.precision.grad.itemsize for b in trained if b.spec.ranks > 1),
+        accumulators=sum(b.layout.shard_numel * b.precision.grad.itemsize for b in trained),
     )  # fmt: skip
+
+
+def _read(program: Program) -> tuple[int, int]:
+    held = saved(program)[0]
+    tangents = sum(n for node, n in held.items() if "tangents" in node.name)
+    return sum(held.values()) - tangents, tangents
 
 
 def _variants(part: Part, machine: Hardware, held: bool) -> tuple[Part, Part]:
@@ -257,77 +285,55 @@ def _moving(order: Sequence[Order], stages: Sequence[Stage]) -> dict[tuple[str, 
 
 
 class _Memory:
-    """Bytes of one rank over its actions: what forward saves, from then until backward; between a backward's parts,
-    what the weight part reads.
-    """
+    """Bytes of one rank over its actions."""
 
     def __init__(self, order: Order, stages: Sequence[Stage], microbatches: int) -> None:
         run = [action for verb, action in order if verb == "run"]
         self.stages = tuple(sorted({action.stage for action in run}))
-        mine = {s: stages[s] for s in self.stages}
+        mine = [stages[s] for s in self.stages]
         self.buffers = sum(
-            microbatches * (x.boundary.inputs + (x.boundary.gradients if s < len(stages) - 1 else 0))
-            for s, x in mine.items()
+            microbatches * (stages[s].boundary.inputs + (stages[s].boundary.gradients if s < len(stages) - 1 else 0))
+            for s in self.stages
         )  # torch allocates what a stage receives, for every microbatch
-        self.unreduced = sum(x.unreduced for x in mine.values())
-        self.lasting = sum(x.lasting for x in mine.values()) + self.buffers + self.unreduced
-        self.lasting += next(iter(mine.values())).alone.machine.fixed
-        self.peak = self.before = 0
-        self.at = ("F", self.stages[0])
-        forwards, weights, held = dict.fromkeys(self.stages, 0), 0, 0
-        self.in_flight = self.waiting = 0
-        for kind, s, _ in run:
-            stage, last = mine[s], s == len(stages) - 1
-            one = stage.saved + (0 if last else stage.boundary.kept)
-            if kind == "F":
-                self._meet(held, stage.top("F"), (kind, s))
-                held += stage.saved + stage.boundary.kept
-                forwards[s] += 1
-                self.in_flight = max(self.in_flight, forwards[s])
-            elif kind == "W":
-                if stage.splits:
-                    held -= stage.kept
-                    weights -= 1
-                    self._meet(held, stage.top("W"), (kind, s))
-            else:
-                held -= stage.saved
-                program = "I" if stage.splits else "B"
-                self._meet(held, stage.top(program), (program, s))
-                held -= one - stage.saved
-                forwards[s] -= 1
-                if stage.splits and kind == "B":
-                    self._meet(held, stage.top("W"), ("W", s))
-                elif stage.splits:
-                    held += stage.kept
-                    weights += 1
-                    self.waiting = max(self.waiting, weights)
-        stepping = sum(x.alone.ledger.at_step - x.alone.ledger.lasting for x in mine.values())
-        self.optimizer = self.lasting + stepping >= self.peak
-        self.peak = max(self.peak, self.lasting + stepping)
+        self.slots = most(x.slots for x in mine)
+        self.fixed = mine[0].alone.machine.fixed
+        self.lasting = sum(x.lasting for x in mine) + self.buffers + sum(self.slots.values()) + self.fixed
+        at_step = sum(x.accumulators + x.alone.ledger.at_step - x.alone.ledger.lasting for x in mine)
+        self.peak, self.at = self.lasting + at_step, ("optimizer", -1)
+        self.held = Counter(gradients=sum(x.accumulators for x in mine))
+        """At the peak, besides what lasts and what the program of the peak holds."""
+        for program, s, held in _held(order, stages, microbatches):
+            nbytes = self.lasting + held.total() + stages[s].top(program)
+            if nbytes > self.peak:
+                self.peak, self.at, self.held = nbytes, (program, s), held
+        self.in_flight = max(_running(run, s, "F", "BI") for s in self.stages)
+        split = [action for action in run if stages[action.stage].splits]
+        self.waiting = _running(split, None, "I", "W")
 
-    def _meet(self, others: int, top: int, at: tuple[str, int]) -> None:
-        """``others``: bytes of activations besides those of the program that runs."""
-        if self.lasting + others + top > self.peak:
-            self.peak, self.before, self.at = self.lasting + others + top, others, at
+    @property
+    def before(self) -> int:
+        """Bytes at the peak besides those that last, before its program."""
+        return self.held.total()
 
     def ledger(self, stages: Sequence[Stage], phase: str, line: str) -> Ledger:
         """Returns the account of its peak."""
         summed: dict[str, Entry] = {}
-        for stage in stages:
-            for e in stage.alone.ledger.entries:
-                if e.name not in (*COMING, "inputs", "fixed"):
-                    so_far = summed[e.name].nbytes if e.name in summed else 0
-                    summed[e.name] = Entry(e.name, so_far + e.nbytes, e.what)
-        fixed = stages[0].alone.machine.fixed
-        known = sum(e.nbytes for e in summed.values()) + self.buffers + self.unreduced + fixed
-        before = 0 if self.optimizer else self.before
+        for e in (e for stage in stages for e in stage.alone.ledger.entries if e.name not in COMING):
+            so_far = summed[e.name].nbytes if e.name in summed else 0
+            summed[e.name] = Entry(e.name, so_far + e.nbytes, e.what)
+        rest = self.peak - self.lasting - self.before
+        slots = {kind: [name for name in self.slots if name.startswith(kind)] for kind in SLOTS}
         coming = [
+            *(
+                Entry(SLOTS[kind], sum(self.slots[name] for name in names), "static buffers " + " ".join(names))
+                for kind, names in slots.items()
+            ),
             Entry("inputs", self.buffers, "of all microbatches: the batch, or what a stage receives"),
-            Entry("fixed", fixed, "context, communicators, libraries: as measured"),
-            Entry("gradients", self.lasting - known, "accumulators, until zero_grad"),
-            Entry("unreduced gradients", self.unreduced, "of the step's microbatches, until its last backward"),
-            Entry("activations in flight", before, "of other microbatches, and of waiting weight parts"),
-            Entry("temporaries", self.peak - self.lasting - before, "what runs at the peak holds, saved ones included"),
+            Entry("fixed", self.fixed, "context, communicators, libraries: as measured"),
+            Entry("gradients", self.held["gradients"], "accumulators, until zero_grad"),
+            Entry("unreduced gradients", self.held["unreduced"], "of the step's microbatches, until its last backward"),
+            Entry("activations in flight", self.held["activations"], "of other microbatches, and of weight parts"),
+            Entry("temporaries", rest, "what runs at the peak holds, saved ones included"),
         ]
         first = stages[0].alone.ledger
         return Ledger(
@@ -337,14 +343,70 @@ class _Memory:
         )  # fmt: skip
 
 
+def _running(run: Sequence[Action], stage: int | None, begin: str, end: str) -> int:
+    """Returns the most microbatches between two kinds of actions, of one stage or all."""
+    steps = [(a.kind in begin) - (a.kind in end) for a in run if stage in (None, a.stage)]
+    return max(itertools.accumulate(steps), default=0)
+
+
+def _held(order: Order, stages: Sequence[Stage], microbatches: int) -> Iterator[tuple[str, int, Counter[str]]]:
+    """Yields a rank's programs, by name and stage, and what it holds besides their own memory: what forward has saved,
+    until backward; between a backward's parts, what the weight part reads; what is being sent; gradients of the step.
+    """
+    held, done = Counter[str](), Counter[int]()
+    for program, s, taken, left in _activations(order, stages):
+        stage, gives = stages[s], program in ("B", "W")
+        done[s] += gives
+        first, last = gives and done[s] == 1, gives and done[s] == microbatches
+        held["activations"] -= taken
+        held["unreduced"] += first * stage.unreduced
+        held["gradients"] += (last if stage.unreduced else first) * stage.accumulators
+        if program:
+            yield program, s, held.copy()
+        held["activations"] += left
+        held["unreduced"] -= last * stage.unreduced
+
+
+def _activations(order: Order, stages: Sequence[Stage]) -> Iterator[tuple[str, int, int, int]]:
+    """Yields a rank's programs, by name and stage, with the bytes that each takes over at its beginning, and those that
+    it leaves at its end less those that are freed then; with the name ``""`` also what the end of a send frees.
+    """
+    local = {action.stage for verb, action in order if verb == "run"}
+    sent: set[Action] = set()
+    gone: set[tuple[int, int]] = set()
+    for verb, action in order:
+        kind, s, microbatch = action
+        stage, last = stages[s], s == len(stages) - 1
+        if verb == "send":
+            sent.add(action)
+            if kind == "B":
+                yield "", s, 0, stages[s - 1].boundary.gradients
+        elif verb == "wait" and action in sent:
+            sent.remove(action)
+            if kind == "B" or (s, microbatch) in gone:
+                yield "", s, 0, -(stages[s - 1].boundary.gradients if kind == "B" else stage.boundary.outputs)
+        if verb != "run":
+            continue
+        output = stage.boundary.kept if s + 1 not in local else 0  # what a stage here receives is counted already
+        begin, weights = stage.read["I" if stage.splits else "B"], stage.read.get("W", (0, 0))
+        received = [0 if last else tangents for _, tangents in (begin, weights)]
+        if kind == "F":
+            yield "F", s, 0, begin[0] + output
+        elif kind != "W":
+            gone.add((s, microbatch))
+            freed = 0 if last else output  # torch keeps the last stage's outputs
+            sends = stage.boundary.outputs if Action("F", s, microbatch) in sent else 0
+            waits = sum(weights) - received[1] if kind == "I" else 0
+            yield "I" if stage.splits else "B", s, begin[0] + received[0], received[0] + sends + waits - freed
+        if stage.splits and kind in ("B", "W"):
+            yield "W", s, sum(weights) if kind == "W" else received[1], received[1]
+
+
 def _views(
     rank: PipelineRank, mine: Sequence[Stage], variants: Mapping[Action, tuple[str, ...]], memory: _Memory
 ) -> tuple[list[View], float, str, str]:
     """Returns the views of a rank's programs, seconds of their kernels in a step, and program and line of its peak."""
-    runs: dict[tuple[int, str], int] = {}
-    for action, names in variants.items():
-        for name in names if action.stage in rank.stages else ():
-            runs[action.stage, name] = runs.get((action.stage, name), 0) + 1
+    runs = Counter((action.stage, name) for action, names in variants.items() for name in names)
     alike: dict[int, list[int]] = {}
     for stage, number in zip(mine, rank.stages, strict=True):
         alike.setdefault(id(stage), []).append(number)
@@ -355,19 +417,16 @@ def _views(
         numbers = alike[id(stage)]
         others = memory.lasting + memory.before - stage.alone.ledger.lasting
         for name, part in stage.parts.items():
-            count = sum(runs.get((number, name), 0) for number in numbers)
+            count = sum(runs[number, name] for number in numbers)
             if not count:
                 continue
-            title = f"{'first ' * name.endswith('first')}{'last ' * name.endswith('last')}{part.program.title}"
-            title += f" of stage {numbers[0]}" if len(alike) > 1 else ""
-            lines = [
-                replace(x, live=x.live + others, after=x.after + others)
-                for x in lines_of(part, stage.alone.ledger, now)
-            ]
-            view = View(title, part.stages, tuple(lines), part.program.units, count)
-            views.append(view)
-            now += view.seconds
+            which = name[2:] and f"{name[2:]} "  # "F first", "W last"
+            title = f"{which}{part.program.title}" + (f" of stage {numbers[0]}" if len(alike) > 1 else "")
+            alone = lines_of(part, stage.alone.ledger, now)
+            lines = tuple(replace(x, live=x.live + others, after=x.after + others) for x in alone)
+            views.append(View(title, part.stages, lines, part.program.units, count))
+            now += views[-1].seconds
             compute += count * sum(t.seconds for t in part.times.values())
-            if not memory.optimizer and phase == "optimizer" and memory.at[1] in numbers and memory.at[0] == name[0]:
+            if phase == "optimizer" and memory.at[1] in numbers and memory.at[0] == name[0]:
                 phase, line = title, max(lines, key=lambda x: x.live).name
     return views, compute, phase, line

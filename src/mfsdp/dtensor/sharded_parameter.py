@@ -120,6 +120,10 @@ class ShardedParameter(ShardedDTensor):
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         if self._mfsdp_owner is None:
             raise RuntimeError("a sharded parameter without a model gets no gradients that a hook could see")
+        if self._sharding.slot in self._mfsdp_owner.gradients.accumulator.tied:
+            raise NotImplementedError(
+                "mfsdp: a gradient hook would see the gradient of one copy of a tied weight: read .grad after the step"
+            )
         self._mfsdp_owner.gradients.arrive()  # deferred gradients are not for this hook
         hooks = getattr(self._mfsdp_owner.gradients.hooks, where).setdefault(self._sharding.slot, OrderedDict())
         handle = RemovableHandle(hooks)

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 
 from . import devices
 from .inflight import InFlight, beside
-from .transport import End, Pairs, Transport
+from .transport import End, Messages, Pairs, Transport
 
 if TYPE_CHECKING:
     from .announcements import Announcements
@@ -78,6 +78,18 @@ class C10dTransport(Transport):
         run.agree()
         work: Any = dist.all_to_all_single(out, sent, list(received), list(splits), group=self.group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
+
+    def trade(self, received: Messages, sent: Messages, run: Announcements) -> End:
+        run.agree()
+        ops = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=rank) for rank, t in received]
+        ops += [dist.P2POp(dist.isend, t, group=self.group, group_peer=rank) for rank, t in sent]
+        works: list[Any] = dist.batch_isend_irecv(ops)
+
+        def end() -> None:
+            for work in works:
+                work.wait()
+
+        return end
 
     def _at_once(self, collective: Callable[..., object], tensors: Pairs) -> End:
         """Launches a collective for each (output, input) pair as one NCCL call with one latency. Private in torch

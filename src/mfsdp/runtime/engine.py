@@ -38,9 +38,13 @@ def nested() -> bool:
 
 
 def accumulation_node(leaf: torch.Tensor) -> Node:
-    """A leaf's accumulation node; a new one on each call until a computation uses the leaf."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.autograd.graph.get_gradient_edge(leaf).node
+    """A leaf's accumulation node; a new one on each call until a computation uses the leaf. Not torch's
+    ``get_gradient_edge``: its ``view_as`` raises in 2.11 for a DTensor of which this rank has no rows.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        used = torch.ops.aten.alias(leaf).grad_fn
+        assert used is not None
+        return used.next_functions[0][0]  # type: ignore[no-any-return]
 
 
 def after_backward(callback: Callable[[], None]) -> None:

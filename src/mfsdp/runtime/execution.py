@@ -21,7 +21,7 @@ from .announcements import Announcements
 from .desync import Left, operation
 from .inflight import InFlight
 from .instrumentation import frame, observer
-from .transport import End, Pairs, Transport
+from .transport import End, Messages, Pairs, Transport
 from .transport_registry import transport_of
 
 if TYPE_CHECKING:
@@ -133,6 +133,12 @@ class Execution(Announcements):
         """Launches an all-to-all of rows."""
         end = self.line(group, out.device).all_to_all(out, sent, received, splits, self)
         return InFlight(out.device, partial(self.finish, end), out, sent)
+
+    def trade(self, received: Messages, sent: Messages, group: str) -> End:
+        """Launches messages between some ranks of a group."""
+        device = sent[0][1].device
+        end = self.line(group, device).trade(received, sent, self)
+        return InFlight(device, partial(self.finish, end), received, sent)
 
     def finish(self, arrived: End) -> None:
         """Waits for launched work."""

@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .transport import End, Pairs, Transport
+from .transport import End, Messages, Pairs, Transport
 
 if TYPE_CHECKING:
     from .announcements import Announcements
 
 WORD = 0x6D67
 """The tag of announcements."""
-
-Messages = Sequence[tuple[int, torch.Tensor]]
-"""(rank of the group, tensor to send or receive) pairs."""
 
 _messages: dict[int, list[Any]] = {}
 """In flight, or never waited for: gloo breaks a connection if a message's handle is dropped before it completes."""
@@ -72,6 +69,9 @@ class GlooTransport(Transport):
         inward = [(r, here[r]) for r in self.others if received[r]]
         outward = [(r, there[r]) for r in self.others if splits[r]]
         return self.swap(inward, outward, run.tag(self.name))
+
+    def trade(self, received: Messages, sent: Messages, run: Announcements) -> End:
+        return self.swap(received, sent, run.tag(self.name))
 
     def swap(self, here: Messages, there: Messages, tag: int) -> End:
         """Launches messages, receives first."""

@@ -27,6 +27,10 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors that are communicated together: parts of full buffers, [ranks * n], and of their shards, [n]; contiguous."""
 
 
+Messages = Sequence[tuple[int, torch.Tensor]]
+"""(rank of the group, tensor to send or receive) pairs."""
+
+
 class Answers(Protocol):
     """An exchange of fingerprints in flight (Note [Desync detection])."""
 
@@ -82,6 +86,10 @@ class Transport:
         """Sends each rank ``splits[rank]`` rows of ``sent``, in rank order, and receives ``received[rank]`` from each
         into ``out``.
         """
+        raise NotImplementedError
+
+    def trade(self, received: Messages, sent: Messages, run: Announcements) -> End:
+        """Exchanges messages with some of the ranks; the others need not call."""
         raise NotImplementedError
 
     # between ranks that compare what they run

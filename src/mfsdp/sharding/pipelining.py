@@ -11,7 +11,8 @@ REDUCE_GRAD gather and reduce nothing, and 2.15's ``finalize_gradients`` has no 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
 
-from ..buffers.flat_buffer import buffers_in
+from ..buffers.flat_buffer import FlatBuffer, buffers_in
+from ..buffers.tied_copies import TiedCopy, tied_copy
 from ..buffers.unreduced_gradients import reach_zero_grad
 from ..runtime.weight_parts import WeightPart, WeightParts
 from .module import unwrapped
@@ -45,7 +47,8 @@ class PipelineStage(TorchPipelineStage):
             saved; ``None``: as many as the schedule wants. Beyond it the oldest runs early. Equal on all ranks.
 
     Raises:
-        ValueError: nothing in the module is sharded, a ``dw_builder`` was given, or an argument has another value.
+        ValueError: nothing in the module is sharded, another stage has a unit of it, a ``dw_builder`` was given, or an
+            argument has another value.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class PipelineStage(TorchPipelineStage):
                 f"mfsdp.PipelineStage: nothing in {type(module).__name__} is sharded: call mfsdp.fully_shard(module, "
                 "mesh=mesh['dp'], units=[...]) first, or use torch.distributed.pipelining.PipelineStage"
             )
+        _claim(self._buffers, module)
         given.arguments.update(submodule=module, dw_builder=self._take)
         super().__init__(*given.args, **given.kwargs)
         self._run = submodule
@@ -88,6 +92,8 @@ class PipelineStage(TorchPipelineStage):
         """Whether the running backward leaves its weight part for later."""
         self._backwards = 0
         """Backwards of this step, whole ones and input parts."""
+        self._tied: list[TiedCopy] = []
+        """Copies of tied weights whose gradients this step has not completed."""
         reach_zero_grad()
         for buffer in self._buffers:
             if buffer.spec.hold != hold and buffer.spec.world > 1:
@@ -102,6 +108,9 @@ class PipelineStage(TorchPipelineStage):
             buffer.gradients.weight_parts = self._parts
         self._stored.clear()
         self._backwards = 0
+        self._tied = [copy for buffer in self._buffers for copy in buffer.gradients.accumulator.tied.values()]
+        for copy in self._tied:
+            copy.begin()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -110,6 +119,12 @@ class PipelineStage(TorchPipelineStage):
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
         """Runs the module for metadata. Private in torch; tried on 2.13 and 2.15."""
         return super()._compute_outputs(*args, module=self._run, **kwargs)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Returns the first messages to other ranks: torch 2.11 also sends to the own rank where it has two neighboring
+        stages (V schedules), which gloo cannot ("Pair is not connected"). Private in torch; tried on 2.11 and 2.13.
+        """
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -146,6 +161,16 @@ class PipelineStage(TorchPipelineStage):
             with self._parts.running(part), self._reducing():
                 part.run()
 
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divides gradients, those of tied weights when they are complete: other ranks may still need this one."""
+        if grad_scale_factor != 1:
+            for p in self.submod.parameters():
+                copy = tied_copy(p)
+                if copy is not None:
+                    copy.divide(grad_scale_factor)
+                elif p.grad is not None:
+                    p.grad.div_(grad_scale_factor)
+
     @contextmanager
     def _reducing(self) -> Iterator[None]:
         """Reduces gradients inside of the ``with`` only of buffers to which the step's last gradients come: no more
@@ -157,6 +182,26 @@ class PipelineStage(TorchPipelineStage):
             for buffer, sync in before:
                 buffer.gradients.sync = sync and last and not self._parts.waits(buffer)
             yield
+            for copy in list(self._tied):
+                if last and dict(before)[copy.buffer] and not self._parts.waits(copy.buffer):
+                    self._tied.remove(copy)
+                    copy.end()
         finally:
             for buffer, sync in before:
                 buffer.gradients.sync = sync
+
+
+_stages: weakref.WeakKeyDictionary[FlatBuffer, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+"""The stage's module that each flat buffer was last seen in."""
+
+
+def _claim(buffers: Sequence[FlatBuffer], module: nn.Module) -> None:
+    """Refuses flat buffers that two stages of this process share: each would reduce and scale their gradients."""
+    for buffer in buffers:
+        other = _stages[buffer]() if buffer in _stages else None
+        if other is not None and other is not module and set(buffers_in(other)) != set(buffers):
+            raise ValueError(
+                f"mfsdp.PipelineStage: another stage has {buffer.path} too: shard each stage by a call of fully_shard "
+                "of its own. A weight of both needs a parameter in each, of equal values, named to mfsdp.tie_weights"
+            )
+    _stages.update((buffer, weakref.ref(module)) for buffer in buffers)
