@@ -362,7 +362,7 @@ def _views(
             title += f" of stage {numbers[0]}" if len(alike) > 1 else ""
             lines = [
                 replace(x, live=x.live + others, after=x.after + others)
-                for x in lines_of(part, stage.alone.ledger, now)
+                for x in lines_of(part, simulate_program(part.program, part.times), stage.alone.ledger, now)
             ]
             view = View(title, part.stages, tuple(lines), part.program.units, count)
             views.append(view)

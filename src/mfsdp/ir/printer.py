@@ -55,6 +55,7 @@ def render(
     *,
     fold: bool = True,
     rows: Sequence[byte_costs.Line] | None = None,
+    below: str | None = None,
 ) -> str:
     """Returns the listing after the pass ``stage``.
 
@@ -64,14 +65,20 @@ def render(
         before: `summary` of the program before the pass, for the ``change`` and ``peak`` lines.
         fold: whether units equal to an earlier one print as ``like u1``, and long parameter lists are cut.
         rows: its lines, if already computed.
+        below: `tail` of the program, if already computed.
     """
     rows = byte_costs.lines(program) if rows is None else rows
+    title = f"; mfsdp  {program.name}  {stage}  {program.title}       world {program.world}"
+    below = tail(program, rows, fold) if below is None else below
+    return "\n".join([title, *_head(program, rows, before), below])
+
+
+def tail(program: Program, rows: Sequence[byte_costs.Line], fold: bool = True) -> str:
+    """Returns the listing below its lines on passes and peak, which depends on the program alone."""
     table = _table(program, rows)
     head = f"{'value':<{table.value - 2}}{'slot   op' if program.slots else 'op'}"
     return "\n".join(
         [
-            f"; mfsdp  {program.name}  {stage}  {program.title}       world {program.world}",
-            *_head(program, rows, before),
             *_dtypes(program.units, quantised := _quantised(program)),
             *(f"; note   {text}" for text in program.remarks),
             ";",

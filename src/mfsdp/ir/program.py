@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -169,6 +170,14 @@ class Program:
         twin.told, twin.remarks, twin.part = self.told, self.remarks, self.part
         return twin
 
+    def state(self) -> list[object]:
+        """Everything that passes may change, to be compared with `equal`."""
+        own = (self.slots, self.gradients, self.trained, self.units, self.reduced, self.returned, self.part)
+        found: list[object] = [tuple(dict(x) if isinstance(x, dict) else x for x in own)]
+        for n in self.graph.nodes:
+            found += (n, n.op, n.name, n.target, n.args, n.kwargs, *n.meta, *n.meta.values())
+        return found
+
     # edits
 
     def insert(
@@ -257,6 +266,13 @@ class Program:
     def note(self, text: str) -> None:
         """Records the pass's settings, or why it did nothing (invariant 28)."""
         self.notes.append(text)
+
+
+def equal(before: Sequence[object], after: Sequence[object]) -> bool:
+    """Whether two states of a program are the same. Objects of nodes are compared by identity: arguments are immutable,
+    and values have no truth.
+    """
+    return len(before) == len(after) and before[:1] == after[:1] and all(map(is_, before[1:], after[1:]))
 
 
 def operator_name(target: object) -> str:
