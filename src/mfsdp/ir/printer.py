@@ -230,15 +230,17 @@ def body(program: Program, rows: Sequence[byte_costs.Line], table: _Table | None
         delta = size(row.delta, sign=True) if row.delta else "."
         within = "" if size(row.top) == size(row.live) else f" {size(row.top)}"
         mark = f" <peak{within}" if i == peak_at else ""
-        kind = _type(node.meta.get("val"))
-        yield (f"{gutter}  {op:<{table.op}} {kind:<{table.type}} {delta:>7} {size(row.live):>6}{mark}".rstrip())
+        yield (
+            f"{gutter}  {op:<{table.op}} {table.types[i]:<{table.type}} {delta:>7} {size(row.live):>6}{mark}".rstrip()
+        )
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Operation texts and common column widths of a listing."""
+    """Texts of operations and types, and common column widths of a listing."""
 
     texts: tuple[str, ...]
+    types: tuple[str, ...]
     value: int
     op: int
     """Includes the value column."""
@@ -252,8 +254,8 @@ def _table(program: Program, rows: Sequence[byte_costs.Line]) -> _Table:
     names = [len(_shown(r.node.name)) for r in rows if r.node.meta.get("val") is not None]
     value = min(max([22, *names]), 30)
     ops = [value + slot + 3 + len(x) for x in texts]
-    types = [len(_type(r.node.meta.get("val"))) for r in rows]
-    return _Table(texts, value, min(max([67, *ops]), value + slot + 70), max([16, *types]))
+    types = tuple(_type(r.node.meta.get("val")) for r in rows)
+    return _Table(texts, types, value, min(max([67, *ops]), value + slot + 70), max([16, *map(len, types)]))
 
 
 def _shown(name: str) -> str:

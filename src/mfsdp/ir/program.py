@@ -6,10 +6,10 @@ Nodes compare by position: ``a < b`` means that a runs before b.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from functools import cache, cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, wraps
 from operator import is_
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.fx
@@ -21,11 +21,13 @@ from torch.fx._lazy_graph_module import _LazyGraphModule  # private; tried on 2.
 
 from ..config.units import Axis, Unit, UnitSpec
 from . import ops
-from .roles import Kind, Role, is_kind, mark, unit_of
+from .roles import Kind, Role, mark, role, unit_of
 
 STORAGE = "mfsdp_storage"
 """``node.meta`` key of saved values: (number, fake tensor) of their storage, which several may share, with ``None`` for
 the tensor if the caller owns it; and whether backward may overwrite it."""
+
+T = TypeVar("T")
 
 KEPT = "mfsdp_kept"
 """``node.meta`` key of placeholders that live on behind the program, for another part of the backward."""
@@ -119,7 +121,7 @@ class Program:
 
     def find(self, kind: Kind) -> list[Node]:
         """Nodes of a kind, in program order."""
-        return [n for n in self.graph.nodes if is_kind(n, kind)]
+        return [n for n in self.graph.nodes if (r := role(n)) is not None and r.kind is kind]
 
     def calls(self, *targets: torch._ops.OpOverload) -> list[Node]:
         """Nodes that call one of these operators, in program order."""
@@ -308,7 +310,21 @@ def view_of(node: Node) -> Node | None:
     return first if isinstance(first, Node) else None
 
 
-@cache
+def by_target(fact: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Caches a fact about targets of nodes by identity: operators hash slowly, and this is asked for every node."""
+    known: dict[int, tuple[object, T]] = {}
+
+    @wraps(fact)
+    def cached(target: Any) -> T:
+        found = known.get(id(target))
+        if found is None:
+            found = known[id(target)] = target, fact(target)
+        return found[1]
+
+    return cached
+
+
+@by_target
 def _shares(target: object) -> bool:
     """Whether an operator's result shares the storage of its first argument."""
     if _takes_one(target) or target is torch.ops.aten._unsafe_view.default:
@@ -356,11 +372,16 @@ def by_module(program: Program, nodes: Iterable[Node]) -> list[list[Node]]:
 
 def slot_of(node: Node) -> str:
     """Name of the static buffer that the node fills, ``p0`` (gathered) or ``g0`` (gradients); ``""`` if none."""
-    place = ops.SLOT.get(node.target)  # type: ignore[call-overload]
+    place = _slot_argument(node.target)
     number = node.args[place] if place is not None and len(node.args) > place else -1
     if not isinstance(number, int) or number < 0:
         return ""
     return f"{'p' if node.target is ops.all_gather else 'g'}{number}"
+
+
+@by_target
+def _slot_argument(target: Any) -> int | None:
+    return ops.SLOT.get(target)
 
 
 def product_of(launch: Node) -> Node:
