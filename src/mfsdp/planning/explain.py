@@ -208,7 +208,7 @@ class Explainer:
         programs, listed = self._run_passes(asked, traced, decide, timing, listings)
         schedule = asked.schedule if asked.schedule.schedule is None else replace(asked.schedule, stages=1)
         parts = parts_of(programs, listed, machine, o.lowering != "eager", measured, schedule)
-        timed = {"machine": machine, "plain": plain, "profile": measured, "schedule": schedule, **steps}
+        timed: dict[str, Any] = {"machine": machine, "plain": plain, "profile": measured, "schedule": schedule, **steps}
         if within < math.inf and step_times(parts, spans_of(parts), buffers, **timed).step > within * (1 + 1e-9):
             return None
         data = estimate(
