@@ -12,7 +12,7 @@ from . import passes
 from .config.best_effort import only_tells
 from .config.options import Options
 from .ir import byte_costs, printer
-from .ir.program import Program
+from .ir.program import Program, equal
 from .ir.verifier import InvariantError, check
 from .passes.schedule_offload import Pace
 
@@ -198,6 +198,15 @@ ORDER: tuple[tuple[str, str, str], ...] = (
 """Earlier pass, later pass, reason."""
 
 
+def common(rows: Table) -> tuple[Table, Table]:
+    """Splits a table of passes before the first one that obeys an option that `mfsdp.explain` tries (`Phases` changes
+    the order of passes, and so might change what a suggestion says in the last digit).
+    """
+    tried = {_KNOBS[option] for option in ("prefetch", "max_unsharded", "reduce_lag", "pool")}
+    cut = next((i for i, (name, _) in enumerate(rows) if name in tried), len(rows))
+    return rows[:cut], rows[cut:]
+
+
 class Phases(NamedTuple):
     """A table of passes in three parts, for callers that try options."""
 
@@ -275,31 +284,47 @@ def run(
     if upto is not None and upto not in names:
         raise ValueError(f"upto={upto!r} is no pass; the passes are {', '.join(names)}")
     program.told = listings
-    text, after = _listing(program, "capture", None) if listings else ("", None)
-    stages = Stages([Stage("capture", text, 0.0)])
+    listed = _Listed() if listings else None
+    stages = Stages([Stage("capture", listed.after("capture", program) if listed else "", 0.0)])
     if checked:
         _check(program, "capture")
+    state = program.state() if checked or listings else []
     for name, function in passes[: names.index(upto) if upto else len(passes)]:
-        before = after
         start = time.perf_counter()
         _run(program, name, function)
-        if checked:
+        before, state = state, program.state() if checked or listings else []
+        changed = not equal(before, state)
+        if checked and changed:
             _check(program, name)
         seconds = time.perf_counter() - start
-        text, after = _listing(program, name, before) if listings else ("", None)
-        stages.append(Stage(name, text, seconds))
+        stages.append(Stage(name, listed.after(name, program, changed) if listed else "", seconds))
     program.gm.recompile()
     return stages
 
 
-def _listing(program: Program, name: str, before: printer.Summary | None) -> tuple[str, printer.Summary | None]:
-    """Returns the listing after a pass, and the summary with which the next listing is compared."""
+class _Listed:
+    """Renders the listings of one program, after one pass after the other."""
 
-    def rendered() -> tuple[str, printer.Summary | None]:
-        rows = byte_costs.lines(program)
-        return printer.render(program, name, before, rows=rows), printer.summary(rows)
+    def __init__(self) -> None:
+        self._before: printer.Summary | None = None
+        self._known: tuple[list[byte_costs.Line], str] | None = None
+        """Lines of the program, and the listing's text of them."""
 
-    return only_tells(f"the listing after {name}", ("", None), rendered)
+    def after(self, name: str, program: Program, changed: bool = True) -> str:
+        """Returns the listing after a pass."""
+
+        def rendered() -> str:
+            known, before = None if changed else self._known, self._before
+            self._known = self._before = None
+            if known is None:
+                rows = byte_costs.lines(program)
+                known = rows, printer.tail(program, rows)
+            rows, below = known
+            text = printer.render(program, name, before, rows=rows, below=below)
+            self._known, self._before = known, printer.summary(rows)
+            return text
+
+        return only_tells(f"the listing after {name}", "", rendered)
 
 
 def rewrite(program: Program, passes: Table) -> None:

@@ -59,9 +59,11 @@ def offload_activations(
     for result in results[outputs:]:
         if isinstance(result, Node) and result.name in arguments:
             found.setdefault(storage_of(result), []).append(result)
+    inputs = [n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")]
+    cpu = {v.device.type for v in inputs if isinstance(v, torch.Tensor)} == {"cpu"}
     unread: list[Node] = []
     for owner, views in found.items():
-        if owner in on_device or not offloads(owner) or not _movable(forward, owner, views):
+        if owner in on_device or not offloads(owner) or not _movable(owner, views, cpu):
             continue
         readers = sorted({user for view in views for user in arguments[view.name].users})
         if not readers:
@@ -85,17 +87,17 @@ _UNCHECKED = ("saved_tensor_with_no_vc_check",)
 """``meta`` keys of results that autograd saves in another way and that come last. Private in torch; tried on 2.13."""
 
 
-def _movable(forward: fx.GraphModule, owner: Node, views: Sequence[Node]) -> bool:
-    """Returns whether a storage can be offloaded, and backward can take its views again."""
+def _movable(owner: Node, views: Sequence[Node], cpu: bool) -> bool:
+    """Returns whether a storage can be offloaded, and backward can take its views again. ``cpu``: whether the whole
+    graph runs there.
+    """
     value = owner.meta.get("val")
     if owner.op != "call_function" or role(owner) is not None or not isinstance(value, torch.Tensor):
         return False
     maker = owner.args[0] if is_element(owner) else owner
     if operator(maker)[0] is not maker.target:  # type: ignore[arg-type, union-attr]
         return False  # backward draws its random numbers again: it also returns the generator's state
-    inputs = [n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")]
-    devices = {v.device.type for v in inputs if isinstance(v, torch.Tensor)}
-    on_cpu = value.device.type == "cpu" and devices != {"cpu"}
+    on_cpu = value.device.type == "cpu" and not cpu
     known = all(len(n.all_input_nodes) == 1 and not mutates(n) for view in views for n in _chain(owner, view))
     return (
         known and not on_cpu and value.layout is torch.strided and not value.is_complex() and nbytes(value) >= MIN_BYTES

@@ -190,7 +190,10 @@ class Capture(CustomPartitionerFn):
             self.decide(self)
             if not self.keeps:
                 self.joint = None
-        return self.divide(gm, joint_inputs, kwargs)
+        forward, backward = self.divide(gm, joint_inputs, kwargs)
+        for graph in (forward, backward) if self.keeps else ():
+            vars(graph)["print_readable"] = _unread
+        return forward, backward
 
     def __deepcopy__(self, memo: dict[int, object]) -> Capture:
         """Returns itself: Inductor copies its configuration."""
@@ -268,6 +271,13 @@ class Capture(CustomPartitionerFn):
             unit = program.unit(role(node).unit)  # type: ignore[union-attr]
             program.rename(node, f"{unit.name}_{unit.offset_name(node.args[1])}")  # type: ignore[arg-type]
         return program
+
+
+def _unread(**how: object) -> str:
+    """Returns no text, in place of ``GraphModule.print_readable``: AOTAutograd prints every graph for a trace of its
+    own, which takes long and is of compiled code only.
+    """
+    return ""
 
 
 def _numbered(gm: fx.GraphModule) -> Iterator[tuple[int, fx.Node]]:

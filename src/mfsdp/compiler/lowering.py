@@ -24,6 +24,7 @@ from torch._dynamo.backends.registry import CompiledFn
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from ..ir import ops
 from ..ir.program import STORAGE, Phase, Program
@@ -129,19 +130,24 @@ def inductor(
         )
 
 
-def eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], capture: Capture, transform: Transform) -> CompiledFn:
-    """Runs the ATen graph as it is. Private in torch (``aot_autograd``, ``boxed_nop``); tried on 2.11 to 2.15."""
+def eager(
+    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], capture: Capture, transform: Transform, *, compile: Compile
+) -> CompiledFn:
+    """Runs the ATen graph as it is. Private in torch (``aot_autograd``, ``_use_lazy_graph_module``); tried on 2.11 to
+    2.15.
+    """
 
     def compiler(phase: Phase) -> Callable[[fx.GraphModule, Sequence[torch.Tensor]], Run]:
-        def compile(graph: fx.GraphModule, example: Sequence[torch.Tensor]) -> Run:
+        def inner(graph: fx.GraphModule, example: Sequence[torch.Tensor]) -> Run:
             if phase == "forward":
                 _donates_nothing()
-            return _lower(graph, example, phase, transform, _nothing)
+            return _lower(graph, example, phase, transform, compile)
 
-        return compile
+        return inner
 
     # Nothing here overwrites what forward has saved, so backward may be called twice (``retain_graph=True``).
-    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
+    settings = functorch_config.patch(enable_autograd_cache=False, donated_buffer=False)
+    with settings, _use_lazy_graph_module(True):  # code of graphs that passes change would be generated again and again
         return aot_autograd(  # type: ignore[no-any-return]
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
@@ -193,8 +199,16 @@ def _each(graph: fx.GraphModule, example: Sequence[torch.Tensor], **kwargs: Any)
         return compile_fx_inner(graph, example, **kwargs)
 
 
-def _nothing(graph: fx.GraphModule, example: Sequence[torch.Tensor], **kwargs: Any) -> Run:
+def _kernels(graph: fx.GraphModule, example: Sequence[torch.Tensor], **kwargs: Any) -> Run:
+    """Calls the graph's kernels. Private in torch (``boxed_nop``); tried on 2.11 to 2.15."""
     return boxed_nop(graph, list(example))
+
+
+def _nothing(graph: fx.GraphModule, example: Sequence[torch.Tensor], **kwargs: Any) -> Run:
+    def never(args: list[Any]) -> NoReturn:
+        raise AssertionError("a captured graph does not run")
+
+    return never
 
 
 _stitched = partial(inductor, compile=stitched(_whole, _each))
@@ -203,15 +217,15 @@ LOWERINGS: dict[str, Callable[..., CompiledFn]] = {
     "inductor": _stitched,
     "stitched": _stitched,
     "whole": partial(inductor, compile=_whole),
-    "eager": eager,
+    "eager": partial(eager, compile=_kernels),
 }
 """By the backend's option ``lowering``."""
 
 CAPTURES: dict[str, Callable[..., CompiledFn]] = {
     **dict.fromkeys(("inductor", "stitched", "whole"), partial(inductor, compile=_nothing)),
-    "eager": eager,
+    "eager": partial(eager, compile=_nothing),
 }
-"""The same graphs without Inductor's code generation: for inspection, not for execution."""
+"""The same graphs without code generation: for inspection, not for execution."""
 
 
 def raising(error: BaseException) -> CompiledFn:

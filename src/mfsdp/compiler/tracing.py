@@ -142,6 +142,8 @@ class _Recorder:
             program = capture.program(graph, phase)
             setattr(self.found[0], phase, program)
             self.found[0].all.append(program)
+            if phase != "forward":
+                raise _Traced
 
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             outlining.captured(gm, lambda: CAPTURES[self.lowering](gm, fakes, capture, keep), lambda: capture.cut)
@@ -224,8 +226,8 @@ def _logs_nothing() -> AbstractContextManager[None]:
     return dynamo_config.patch({name: {*getattr(dynamo_config, name), *methods}})  # type: ignore[no-any-return]
 
 
-class _Traced(Exception):
-    """The programs exist; nothing has to run."""
+class _Traced(BaseException):
+    """The programs exist; nothing has to run, so that Dynamo needs no guards. It wraps an `Exception` of a backend."""
 
 
 def _stop(*args: torch.Tensor) -> NoReturn:

@@ -15,9 +15,9 @@ from typing import Any
 from torch.fx import Node
 
 from ..ir import ops
-from ..ir.byte_costs import WORKSPACE, Move, lines, nbytes, saved
+from ..ir.byte_costs import WORKSPACE, Move, nbytes, saved
 from ..ir.program import Program
-from . import fusion
+from .memory_model import Played, lines_and_moves
 
 ROUNDED = 512
 """Block sizes are multiples of this, in bytes."""
@@ -127,6 +127,7 @@ def replayed(
     steps: int = 2,
     *,
     first: bool = True,
+    played: Played | None = None,
 ) -> CachingAllocator:
     """Returns an allocator after some steps.
 
@@ -136,15 +137,13 @@ def replayed(
         temporaries: bytes of each temporary of the optimizer's step.
         fused: whether neighbouring kernels fuse.
         first: whether backward allocates the accumulators (`Ledger.first`).
+        played: cache of the programs' lines, as for `ledger`.
     """
     out = CachingAllocator()
     for i, n in enumerate(lasting):
         out.allocate(i, n)
-    known = []
-    for program in programs:
-        moves: list[Move] = []
-        lines(program, fusion.fused(program) if fused else (), moves, accumulators=first)
-        known.append((program, moves))
+    played = {} if played is None else played
+    known = [(program, lines_and_moves(program, fused, first, played)[1]) for program in programs]
     for _ in range(steps):
         there: dict[_Value, int] = {}
         for program, moves in known:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -23,9 +25,9 @@ from ..ir.verifier import check
 from ..pipeline import Stage
 from . import fusion, op_cost, whole_matrices
 from .caching_allocator import replayed
-from .memory_model import OPTIMIZER_STATES, Entry, Ledger, ledger, state_bytes
+from .memory_model import OPTIMIZER_STATES, Entry, Ledger, Played, ledger, state_bytes
 from .step_data import Line, StepData, View
-from .timeline import simulate
+from .timeline import Span, simulate
 
 
 def estimate(
@@ -69,22 +71,24 @@ def estimate(
     fused = options.lowering != "eager"
     parts = parts or parts_of(programs, stages, machine, fused, profile, schedule)
     merged = len(parts) > len(programs)
+    known: Played = {}
     accounts = [
         ledger(
             [part.program for part in parts], buffers,
             inputs=sum(t.nbytes for t in inputs) * schedule.together * (2 if merged else 1),
             other=other, plain=plain, optimizer=optimizer, stepping=stepping, fused=fused,
             foreach=machine.cuda, fixed=machine.fixed, on_host=_on_host(parts),
-            waiting=schedule.waiting(stage), rounds=schedule.rounds,
+            waiting=schedule.waiting(stage), rounds=schedule.rounds, played=known,
         )
         for stage in range(schedule.stages)
     ]  # fmt: skip
-    account = _reserved(accounts[0], parts, fused) if machine.cuda else accounts[0]
-    views, step, compute = _views(parts, account)
-    between = step if stepping == "offloaded" else None
-    seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(buffers, plain, optimizer, machine, between)
-    seconds *= schedule.slowest
-    bubble = (schedule.stages - 1) * sum(view.seconds for view in views)
+    account = _reserved(accounts[0], parts, fused, known) if machine.cuda else accounts[0]
+    spans = spans_of(parts)
+    views, compute = _views(parts, spans, account)
+    times = step_times(
+        parts, spans, buffers, machine=machine, plain=plain, optimizer=optimizer, stepping=stepping, profile=profile,
+        schedule=schedule,
+    )  # fmt: skip
     facts = StepData(
         name=programs[0].name,
         world=programs[0].world,
@@ -93,11 +97,11 @@ def estimate(
         options={f.name: getattr(options, f.name) for f in fields(Options) if f.name not in ("dump", "upto")},
         views=views,
         ledger=account,
-        optimizer=seconds,
-        step=step + bubble + seconds,
-        bubble=bubble,
+        optimizer=times.optimizer,
+        step=times.step,
+        bubble=times.bubble,
         stages=[a.peak for a in accounts],
-        compute=compute + seconds,
+        compute=compute + times.optimizer,
         tokens=_tokens(inputs) * schedule.microbatches,
         flops=_flops(programs) * schedule.rounds,
         beside=dict(axes or {}),
@@ -166,10 +170,10 @@ class Part:
         return bool(self.stages and self.stages[-1].listing)
 
 
-def _reserved(account: Ledger, parts: Sequence[Part], fused: bool) -> Ledger:
+def _reserved(account: Ledger, parts: Sequence[Part], fused: bool, known: Played) -> Ledger:
     """Returns the account with what CUDA's caching allocator reserves for it."""
     run = [part.program for part in parts]
-    allocator = replayed(account.tensors, run, account.temporaries, fused, first=account.first)
+    allocator = replayed(account.tensors, run, account.temporaries, fused, first=account.first, played=known)
     return replace(account, blocks=allocator.most, reserved=allocator.reserved)
 
 
@@ -219,17 +223,57 @@ def _on_host(parts: Sequence[Part]) -> list[Entry]:
     return [Entry("activations", saved, "saved by forward, until backward")] if saved else []
 
 
-def _views(parts: Sequence[Part], account: Ledger) -> tuple[list[View], float, float]:
-    """Returns the programs' views, one after another in time, and seconds in a step: all executions, their kernels."""
+def _views(parts: Sequence[Part], spans: Sequence[Sequence[Span]], account: Ledger) -> tuple[list[View], float]:
+    """Returns the programs' views, one after another in time, and seconds of all kernels in a step."""
     views: list[View] = []
-    now, step, compute = 0.0, 0.0, 0.0
-    for part in parts:
-        view = View(part.program.title, part.stages, lines_of(part, account, now), part.program.units, part.runs)
-        views.append(view)
-        now += view.seconds
-        step += view.runs * view.seconds
-        compute += view.runs * sum(t.seconds for t in part.times.values())
-    return views, step, compute
+    now, compute = 0.0, 0.0
+    for part, mine in zip(parts, spans, strict=True):
+        lines = lines_of(part, mine, account, now)
+        views.append(View(part.program.title, part.stages, lines, part.program.units, part.runs))
+        now += views[-1].seconds
+        compute += part.runs * sum(t.seconds for t in part.times.values())
+    return views, compute
+
+
+def spans_of(parts: Sequence[Part]) -> list[list[Span]]:
+    """Returns each program's lines in time."""
+    return [simulate(part.program, part.times) for part in parts]
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step, and of parts of it."""
+
+    step: float
+    bubble: float
+    """While a pipeline fills and drains."""
+    optimizer: float
+
+
+def step_times(
+    parts: Sequence[Part],
+    spans: Sequence[Sequence[Span]],
+    buffers: Sequence[FlatBuffer],
+    *,
+    machine: Hardware,
+    plain: int,
+    optimizer: str,
+    stepping: str,
+    profile: op_cost.Measurements | None,
+    schedule: Schedule,
+) -> StepTimes:
+    """Returns the predicted time of a step, given its programs' `spans_of`. Other arguments as for `estimate`."""
+    step, each = 0.0, list[float]()
+    for part, mine in zip(parts, spans, strict=True):
+        now = sum(each)
+        each.append(
+            max((now + span.end for span in mine), default=0.0) - min((now + span.start for span in mine), default=0.0)
+        )
+        step += part.runs * each[-1]
+    between = step if stepping == "offloaded" else None
+    seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(buffers, plain, optimizer, machine, between)
+    seconds *= schedule.slowest
+    bubble = (schedule.stages - 1) * sum(each)
+    return StepTimes(step + bubble + seconds, bubble, seconds)
 
 
 def _tokens(inputs: Sequence[torch.Tensor]) -> int:
@@ -346,14 +390,16 @@ def _warnings(facts: StepData, buffers: Sequence[FlatBuffer], schedule: Schedule
     return out
 
 
-def lines_of(part: Part, account: Ledger, offset: float) -> tuple[Line, ...]:
-    """Returns a program's lines with their times, from ``offset`` seconds on, and their memory."""
+def lines_of(part: Part, spans: Sequence[Span], account: Ledger, offset: float) -> tuple[Line, ...]:
+    """Returns a program's lines with their times, from ``offset`` seconds on, and their memory. Their texts are empty
+    if the program has no listing.
+    """
     program, times = part.program, part.times
     rows = byte_costs.lines(program) if part.listed else []
     body = dict(zip([r.node for r in rows], printer.body(program, rows), strict=True)) if rows else {}
     fqns = {u.name: u.fqn for u in program.units}
     out = []
-    for span in simulate(program, times):
+    for span in spans:
         node, r = span.node, role(span.node)
         why = span.why
         if span.lane is not Lane.COMPUTE:
@@ -363,7 +409,7 @@ def lines_of(part: Part, account: Ledger, offset: float) -> tuple[Line, ...]:
         out.append(
             Line(
                 name=node.name,
-                text=printer.text(node),
+                text=printer.text(node) if part.listed else "",
                 gutter=body.get(node, ""),
                 unit=fqns.get(r.unit, r.unit) if r is not None else "",
                 lane=span.lane.value,
@@ -376,7 +422,7 @@ def lines_of(part: Part, account: Ledger, offset: float) -> tuple[Line, ...]:
                 live=account.live[program.title].get(node.name, 0),
                 after=account.after[program.title].get(node.name, 0),
                 flops=times[node].flops if node in times else 0,
-                source=_source(node.meta.get("stack_trace")),
+                source=_source(node.meta.get("stack_trace")) if part.listed else "",
             )
         )
     return tuple(out)
@@ -385,6 +431,7 @@ def lines_of(part: Part, account: Ledger, offset: float) -> tuple[Line, ...]:
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)')
 
 
+@lru_cache(4096)
 def _source(trace: str | None) -> str:
     """Returns the innermost stack frame in the model's own code."""
     frames = [f for f in _FRAME.findall(trace or "") if not ours(f[0])]

@@ -12,7 +12,7 @@ from ..buffers.flat_buffer import FlatBuffer
 from ..config.layout import Layout
 from ..config.units import Unit
 from ..ir import ops
-from ..ir.byte_costs import Line, accumulator, lines, nbytes, saved, size
+from ..ir.byte_costs import Line, Move, accumulator, lines, nbytes, saved, size
 from ..ir.program import Program, first_launches, slot_of
 from ..ir.roles import Kind, unit_of
 from ..optim.parameter_ranges import TOGETHER
@@ -124,6 +124,21 @@ class Ledger:
 FIXED = "fixed"
 
 
+Played = dict[tuple[Program, bool, bool], tuple[list[Line], list[Move]]]
+"""Lines and moves by program, whether neighbouring kernels fuse, and whether accumulators are allocated."""
+
+
+def lines_and_moves(program: Program, fused: bool, accumulators: bool, known: Played) -> tuple[list[Line], list[Move]]:
+    """Returns a program's lines and its allocations and frees. The program must not have changed since the last call
+    with the same cache.
+    """
+    key = program, fused, accumulators
+    if key not in known:
+        moves: list[Move] = []
+        known[key] = lines(program, fusion.fused(program) if fused else (), moves, accumulators=accumulators), moves
+    return known[key]
+
+
 def ledger(
     programs: Sequence[Program],
     buffers: Sequence[FlatBuffer],
@@ -140,6 +155,7 @@ def ledger(
     waiting: int = 0,
     rounds: int = 1,
     stands: Mapping[str, str] | None = None,
+    played: Played | None = None,
 ) -> Ledger:
     """Returns the memory ledger of a step.
 
@@ -158,6 +174,7 @@ def ledger(
         waiting: number of other microbatches whose activations are held meanwhile.
         rounds: number of backwards in a step.
         stands: for modules missing in the programs, the module whose parameters are read in the same way.
+        played: cache of the programs' lines, for other ledgers and `mfsdp.cost_model.caching_allocator`.
 
     Raises:
         ValueError: ``optimizer`` or ``stepping`` is unknown.
@@ -176,7 +193,7 @@ def ledger(
     accumulated = sum(accumulators)
     lasting = fixed + sum(held.tensors)
     in_flight = waiting and waiting * sum(sum(saved(p)[0].values()) for p in programs if p.phase == "backward")
-    live, after, top = _totals(programs, fused, lasting + in_flight, first)
+    live, after, top = _totals(programs, fused, lasting + in_flight, first, {} if played is None else played)
     stepped = accumulated if optimizer == "none" else plain + sum(gradients)
     early = sum(nbytes(n.meta["val"]) for n in _prefetched_gathers(programs)) if optimizer != "none" else 0
     at_step = lasting - accumulated + stepped + sum(temporaries) + early
@@ -271,14 +288,14 @@ class _Top:
 
 
 def _totals(
-    programs: Sequence[Program], fused: bool, held: int, first: bool
+    programs: Sequence[Program], fused: bool, held: int, first: bool, played: Played
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]], _Top | None]:
     """Returns `Ledger.live`, `Ledger.after` and the first line with the most bytes, given the bytes held throughout."""
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
     top: _Top | None = None
     for p in programs:
-        rows = lines(p, fusion.fused(p) if fused else (), accumulators=first)
+        rows, _ = lines_and_moves(p, fused, first, played)
         base = held - sum(p.slots.values())
         live[p.title] = {row.node.name: base + row.top for row in rows}
         after[p.title] = {row.node.name: base + row.live for row in rows}

@@ -422,7 +422,7 @@ def _views(
                 continue
             which = name[2:] and f"{name[2:]} "  # "F first", "W last"
             title = f"{which}{part.program.title}" + (f" of stage {numbers[0]}" if len(alike) > 1 else "")
-            alone = lines_of(part, stage.alone.ledger, now)
+            alone = lines_of(part, simulate_program(part.program, part.times), stage.alone.ledger, now)
             lines = tuple(replace(x, live=x.live + others, after=x.after + others) for x in alone)
             views.append(View(title, part.stages, lines, part.program.units, count))
             now += views[-1].seconds

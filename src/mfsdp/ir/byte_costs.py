@@ -12,7 +12,20 @@ from torch.fx import Node
 from ..config.comm_formats import int8_nbytes
 from ..config.units import UnitSpec
 from . import ops
-from .program import INPUT, KEPT, SHAPES, STORAGE, Program, base_of, is_element, lane_of, operator, slot_of, view_of
+from .program import (
+    INPUT,
+    KEPT,
+    SHAPES,
+    STORAGE,
+    Program,
+    base_of,
+    by_target,
+    is_element,
+    lane_of,
+    operator,
+    slot_of,
+    view_of,
+)  # fmt: skip
 from .roles import Kind, is_kind
 from .symbolic_sizes import shape_of
 
@@ -46,9 +59,19 @@ class Line:
 
 def is_line(node: Node) -> bool:
     """Whether the node has a line: no views, shape queries, constants, placeholders or output."""
-    if node.target in SHAPES:
+    if node.op != "call_function" or _shape_query(node.target):
         return False
-    return node.op == "call_function" and view_of(node) is None and hasattr(operator(node)[0], "_schema")
+    return view_of(node) is None and (_is_operator(node.target) or hasattr(operator(node)[0], "_schema"))
+
+
+@by_target
+def _shape_query(target: object) -> bool:
+    return target in SHAPES
+
+
+@by_target
+def _is_operator(target: object) -> bool:
+    return hasattr(target, "_schema")
 
 
 class Move(NamedTuple):

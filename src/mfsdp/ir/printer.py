@@ -55,6 +55,7 @@ def render(
     *,
     fold: bool = True,
     rows: Sequence[byte_costs.Line] | None = None,
+    below: str | None = None,
 ) -> str:
     """Returns the listing after the pass ``stage``.
 
@@ -64,14 +65,20 @@ def render(
         before: `summary` of the program before the pass, for the ``change`` and ``peak`` lines.
         fold: whether units equal to an earlier one print as ``like u1``, and long parameter lists are cut.
         rows: its lines, if already computed.
+        below: `tail` of the program, if already computed.
     """
     rows = byte_costs.lines(program) if rows is None else rows
+    title = f"; mfsdp  {program.name}  {stage}  {program.title}       world {program.world}"
+    below = tail(program, rows, fold) if below is None else below
+    return "\n".join([title, *_head(program, rows, before), below])
+
+
+def tail(program: Program, rows: Sequence[byte_costs.Line], fold: bool = True) -> str:
+    """Returns the listing below its lines on passes and peak, which depends on the program alone."""
     table = _table(program, rows)
     head = f"{'value':<{table.value - 2}}{'slot   op' if program.slots else 'op'}"
     return "\n".join(
         [
-            f"; mfsdp  {program.name}  {stage}  {program.title}       world {program.world}",
-            *_head(program, rows, before),
             *_dtypes(program.units, quantised := _quantised(program)),
             *(f"; note   {text}" for text in program.remarks),
             ";",
@@ -223,15 +230,17 @@ def body(program: Program, rows: Sequence[byte_costs.Line], table: _Table | None
         delta = size(row.delta, sign=True) if row.delta else "."
         within = "" if size(row.top) == size(row.live) else f" {size(row.top)}"
         mark = f" <peak{within}" if i == peak_at else ""
-        kind = _type(node.meta.get("val"))
-        yield (f"{gutter}  {op:<{table.op}} {kind:<{table.type}} {delta:>7} {size(row.live):>6}{mark}".rstrip())
+        yield (
+            f"{gutter}  {op:<{table.op}} {table.types[i]:<{table.type}} {delta:>7} {size(row.live):>6}{mark}".rstrip()
+        )
 
 
 @dataclass(frozen=True)
 class _Table:
-    """Operation texts and common column widths of a listing."""
+    """Texts of operations and types, and common column widths of a listing."""
 
     texts: tuple[str, ...]
+    types: tuple[str, ...]
     value: int
     op: int
     """Includes the value column."""
@@ -245,8 +254,8 @@ def _table(program: Program, rows: Sequence[byte_costs.Line]) -> _Table:
     names = [len(_shown(r.node.name)) for r in rows if r.node.meta.get("val") is not None]
     value = min(max([22, *names]), 30)
     ops = [value + slot + 3 + len(x) for x in texts]
-    types = [len(_type(r.node.meta.get("val"))) for r in rows]
-    return _Table(texts, value, min(max([67, *ops]), value + slot + 70), max([16, *types]))
+    types = tuple(_type(r.node.meta.get("val")) for r in rows)
+    return _Table(texts, types, value, min(max([67, *ops]), value + slot + 70), max([16, *map(len, types)]))
 
 
 def _shown(name: str) -> str:

@@ -6,9 +6,10 @@ Nodes compare by position: ``a < b`` means that a runs before b.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from functools import cache, cached_property
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, wraps
+from operator import is_
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.fx
@@ -20,11 +21,13 @@ from torch.fx._lazy_graph_module import _LazyGraphModule  # private; tried on 2.
 
 from ..config.units import Axis, Unit, UnitSpec
 from . import ops
-from .roles import Kind, Role, is_kind, mark, unit_of
+from .roles import Kind, Role, mark, role, unit_of
 
 STORAGE = "mfsdp_storage"
 """``node.meta`` key of saved values: (number, fake tensor) of their storage, which several may share, with ``None`` for
 the tensor if the caller owns it; and whether backward may overwrite it."""
+
+T = TypeVar("T")
 
 KEPT = "mfsdp_kept"
 """``node.meta`` key of placeholders that live on behind the program, for another part of the backward."""
@@ -118,7 +121,7 @@ class Program:
 
     def find(self, kind: Kind) -> list[Node]:
         """Nodes of a kind, in program order."""
-        return [n for n in self.graph.nodes if is_kind(n, kind)]
+        return [n for n in self.graph.nodes if (r := role(n)) is not None and r.kind is kind]
 
     def calls(self, *targets: torch._ops.OpOverload) -> list[Node]:
         """Nodes that call one of these operators, in program order."""
@@ -168,6 +171,14 @@ class Program:
         twin.trained, twin.reduced, twin.returned = dict(self.trained), self.reduced, self.returned
         twin.told, twin.remarks, twin.part = self.told, self.remarks, self.part
         return twin
+
+    def state(self) -> list[object]:
+        """Everything that passes may change, to be compared with `equal`."""
+        own = (self.slots, self.gradients, self.trained, self.units, self.reduced, self.returned, self.part)
+        found: list[object] = [tuple(dict(x) if isinstance(x, dict) else x for x in own)]
+        for n in self.graph.nodes:
+            found += (n, n.op, n.name, n.target, n.args, n.kwargs, *n.meta, *n.meta.values())
+        return found
 
     # edits
 
@@ -259,6 +270,13 @@ class Program:
         self.notes.append(text)
 
 
+def equal(before: Sequence[object], after: Sequence[object]) -> bool:
+    """Whether two states of a program are the same. Objects of nodes are compared by identity: arguments are immutable,
+    and values have no truth.
+    """
+    return len(before) == len(after) and before[:1] == after[:1] and all(map(is_, before[1:], after[1:]))
+
+
 def operator_name(target: object) -> str:
     """An operator's name with its namespace, ``aten::mm``; ``""`` for other functions."""
     return str(getattr(getattr(target, "_schema", None), "name", ""))
@@ -292,7 +310,21 @@ def view_of(node: Node) -> Node | None:
     return first if isinstance(first, Node) else None
 
 
-@cache
+def by_target(fact: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Caches a fact about targets of nodes by identity: operators hash slowly, and this is asked for every node."""
+    known: dict[int, tuple[object, T]] = {}
+
+    @wraps(fact)
+    def cached(target: Any) -> T:
+        found = known.get(id(target))
+        if found is None:
+            found = known[id(target)] = target, fact(target)
+        return found[1]
+
+    return cached
+
+
+@by_target
 def _shares(target: object) -> bool:
     """Whether an operator's result shares the storage of its first argument."""
     if _takes_one(target) or target is torch.ops.aten._unsafe_view.default:
@@ -340,11 +372,16 @@ def by_module(program: Program, nodes: Iterable[Node]) -> list[list[Node]]:
 
 def slot_of(node: Node) -> str:
     """Name of the static buffer that the node fills, ``p0`` (gathered) or ``g0`` (gradients); ``""`` if none."""
-    place = ops.SLOT.get(node.target)  # type: ignore[call-overload]
+    place = _slot_argument(node.target)
     number = node.args[place] if place is not None and len(node.args) > place else -1
     if not isinstance(number, int) or number < 0:
         return ""
     return f"{'p' if node.target is ops.all_gather else 'g'}{number}"
+
+
+@by_target
+def _slot_argument(target: Any) -> int | None:
+    return ops.SLOT.get(target)
 
 
 def product_of(launch: Node) -> Node:

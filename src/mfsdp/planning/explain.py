@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
@@ -18,7 +19,7 @@ from ..config.best_effort import doing
 from ..config.hardware import undisturbed
 from ..cost_model import whole_matrices
 from ..cost_model.auto_prefetch import AutoPrefetch, always
-from ..cost_model.estimate import Part, estimate, parts_of
+from ..cost_model.estimate import Part, estimate, parts_of, spans_of, step_times
 from ..cost_model.kernel_timings import Kernels
 from ..cost_model.memory_model import OPTIMIZER_STATES, STEPPING, Entry
 from ..cost_model.offload_schedule import OffloadTiming
@@ -153,24 +154,40 @@ class Explainer:
     _traces: dict[tuple[object, ...], Programs] = field(default_factory=dict)
     _programs: dict[tuple[object, ...], tuple[list[Program], list[pipeline.Stages]]] = field(default_factory=dict)
     """Programs after the passes, and what the passes did."""
+    _begun: dict[tuple[object, ...], list[Program]] = field(default_factory=dict)
+    """Programs after the passes that no suggested option changes."""
     _stages: list[Explainer] = field(default_factory=list)
     """Those of a pipeline's stages."""
 
-    def report(self, asked: Question, listings: bool = True) -> Report:
-        """The prediction of one step; ``listings``: whether to render the programs and to check them."""
-        if asked.schedule.schedule is None:
-            data = self._alone(asked, listings)[0]
-        else:
-            explainers = self._explainers(asked)
-            known = {id(e): e._stage(asked, listings) for e in explainers}
-            stages = [known[id(e)] for e in explainers]
-            data = pipelined(stages, asked.schedule, stages[0].alone.name)
-            data.notes = list(dict.fromkeys(text for stage in stages for text in stage.alone.notes))
+    def report(self, asked: Question) -> Report:
+        """The prediction of one step."""
+        data = self._data(asked)
+        assert data is not None
         data.price = asked.price
         return Report(**{f.name: getattr(data, f.name) for f in fields(StepData)})
 
-    def _alone(self, asked: Question, listings: bool) -> tuple[StepData, list[Part], list[FlatBuffer]]:
-        """The prediction of a step without other stages, its timed programs and its buffers."""
+    def _data(self, asked: Question, listings: bool = True, within: float = math.inf) -> StepData | None:
+        """The prediction of one step. Arguments as for `_alone`."""
+        if asked.schedule.schedule is None:
+            alone = self._alone(asked, listings, within)
+            return None if alone is None else alone[0]
+        explainers = self._explainers(asked)
+        known = {id(e): e._stage(asked, listings) for e in explainers}
+        stages = [known[id(e)] for e in explainers]
+        data = pipelined(stages, asked.schedule, stages[0].alone.name)
+        data.notes = list(dict.fromkeys(text for stage in stages for text in stage.alone.notes))
+        return data
+
+    def _alone(
+        self, asked: Question, listings: bool, within: float = math.inf
+    ) -> tuple[StepData, list[Part], list[FlatBuffer]] | None:
+        """The prediction of a step without other stages, its timed programs and its buffers.
+
+        Args:
+            asked: the question.
+            listings: whether to render the programs and to check them.
+            within: seconds; ``None`` is returned for a slower step, whose memory is not computed.
+        """
         traced = self._trace(asked)
         asked = _planned(asked, traced)
         o, hardware, measured = asked.options, asked.hardware, asked.measured
@@ -191,10 +208,12 @@ class Explainer:
         programs, listed = self._run_passes(asked, traced, decide, timing, listings)
         schedule = asked.schedule if asked.schedule.schedule is None else replace(asked.schedule, stages=1)
         parts = parts_of(programs, listed, machine, o.lowering != "eager", measured, schedule)
+        timed: dict[str, Any] = {"machine": machine, "plain": plain, "profile": measured, "schedule": schedule, **steps}
+        if within < math.inf and step_times(parts, spans_of(parts), buffers, **timed).step > within * (1 + 1e-9):
+            return None
         data = estimate(
             programs, listed, buffers, batch,
-            machine=machine, options=o, other=other, plain=plain, profile=measured, **steps,
-            mesh_shape=asked.mesh_shape, axes=_tensor_axes(traced.model), schedule=schedule, parts=parts,
+            options=o, other=other, **timed, mesh_shape=asked.mesh_shape, axes=_tensor_axes(traced.model), parts=parts,
         )  # fmt: skip
         data.plan, data.notes = plan, list(dict.fromkeys(text for p in programs for text in p.remarks))
         if traced.model is not None:
@@ -234,7 +253,9 @@ class Explainer:
 
     def _stage(self, asked: Question, listings: bool) -> Stage:
         """What this model costs as a stage of a pipeline."""
-        data, parts, buffers = self._alone(asked, listings)
+        alone = self._alone(asked, listings)
+        assert alone is not None
+        data, parts, buffers = alone
         traced = self._trace(asked)
         boundary = Boundary.of(_trained(traced), sum(x.nbytes for x in self._batch()))
         return stage_of(data, parts, buffers, boundary, asked.schedule.rounds)
@@ -246,12 +267,13 @@ class Explainer:
         found = []
         for text, changed in _ideas(asked, report):
             doing(f"trying {text}")
-            other = self.report(changed, listings=False)
-            if other.fits and (not report.fits or other.step < report.step * (1 - GAIN)):
+            within = report.step * (1 - GAIN) if report.fits else math.inf
+            other = self._data(changed, False, within)
+            if other is not None and other.fits and (not report.fits or other.step < within):
                 found.append(Suggestion(text, other.step, other.peak))
         for stepping in () if report.fits else STEPPING[STEPPING.index(asked.stepping or "whole") + 1 :]:
-            other = self.report(replace(asked, stepping=stepping), listings=False)
-            if other.fits:
+            other = self._data(replace(asked, stepping=stepping), False)
+            if other is not None and other.fits:
                 found.append(Suggestion(_STEPPING[stepping], other.step, other.peak))
         return _worthwhile(found)
 
@@ -280,7 +302,16 @@ class Explainer:
         if key not in self._programs:
             doing("running the passes")
             table = pipeline.chosen(o, cuda, decide, timing)
-            programs = [part for original in traced for part in _copies(original, splits)]
+            if listings or o.upto is not None:
+                programs = [part for original in traced for part in _copies(original, splits)]
+            else:
+                common, table = pipeline.common(table)
+                alike = (*asked.trace_key, str(replace(o, **_TRIED)), cuda, splits)
+                if alike not in self._begun:
+                    self._begun[alike] = [part for original in traced for part in _copies(original, splits)]
+                    for program in self._begun[alike]:
+                        pipeline.rewrite(program, common)
+                programs = [program.copy() for program in self._begun[alike]]
             checked = o.check and listings  # a suggestion is checked when somebody asks for it
             stages = [pipeline.run(p, upto=o.upto, passes=table, checked=checked, listings=listings) for p in programs]
             if not listings:
@@ -355,6 +386,10 @@ def _worthwhile(found: list[Suggestion]) -> list[Suggestion]:
         if all(s.step < k.step * (1 - GAIN / 2) for k in kept):
             kept.append(s)
     return sorted(kept, key=lambda s: s.step)
+
+
+_TRIED: dict[str, Any] = {"prefetch": 1, "reduce_lag": 1, "max_unsharded": None, "pool": True}
+"""Options that suggestions change, and any value of each."""
 
 
 def _ideas(asked: Question, report: Report) -> Iterator[tuple[str, Question]]:

@@ -417,8 +417,9 @@ def _property(name: str) -> property:
             if ref.unit.open:
                 out = ref.unit.full[ref.index][ref.slot]
             else:
-                out = ops.param(ref.buffer.weights.source, ref.offset, ref.shape, ref.buffer.text)
-                if ref.buffer.trainable and not ref.buffer.trains[ref.slot]:
+                buffer = ref.buffer  # Dynamo's time goes by attributes
+                out = ops.param(buffer.weights.source, ref.offset, ref.shape, buffer.text)
+                if buffer.trainable and not buffer.trains[ref.slot]:
                     out = out.detach()
             return out if ref.piece is None else ref.seen(out)  # type: ignore[no-any-return]
         return eager.read(self, name, ref)  # type: ignore[no-any-return]
