@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime import devices, execution
+from ..runtime import capturing, devices, execution
 from ..runtime.transport import End
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class TiedWeight:
 
     def launch(self) -> None:
         """Launches the exchange of a step."""
+        capturing.obstacle("copies of tied weights are exchanged between pipeline stages")
         self.ended.clear()
         exchange = _Exchange(self)
         for copy in self.copies:
