@@ -103,6 +103,14 @@ def test_modes_are_refused(mode, why):
         run(torch.randn(2, 24))
 
 
+def test_a_misspelt_name_gets_a_suggestion():
+    model = mfsdp.fully_shard(MLP())
+    for name, words in (("mfspd", ['mfsdp: did you mean backend="mfsdp"?']), ("another", [])):
+        with pytest.raises(Exception, match="Invalid backend") as info:
+            torch.compile(model, backend=name)
+        assert getattr(info.value, "__notes__", []) == words
+
+
 def test_functorch_has_what_torch_reads():
     """Settings of another object would be patched in vain."""
     import functorch.compile

@@ -21,7 +21,7 @@ from ..dtensor.shard_spec import ShardSpec
 from ..dtensor.sharded_dtensor import ShardedDTensor, carry_attributes
 from ..dtensor.sharded_parameter import ShardedParameter
 from ..dtensor.tp_shards import TPShard
-from ..dtensor.unsupported import refuse_inputs
+from ..dtensor.unsupported import refuse_inputs, suggest_backend
 from ..runtime import buffer_registry
 from ..runtime.join import OptionalUnits, SkippedUnit
 from ..runtime.runtime_checks import Health
@@ -88,6 +88,7 @@ class FlatBuffer:
     ):
         refuse_elsewhere()
         refuse_inputs()
+        suggest_backend()
         self.unit, self.layout, self.placement, self.precision = unit, layout, placement, precision
         self._trained_main = unit.policy.resolve(precision.main).main
         """The dtype of main weights that train. Stored: while a copy is made, its unit has no policy yet."""

@@ -40,6 +40,9 @@ PATCHES: dict[str, Patch] = {
         _SHARDED,
         "torch 2.13",
     ),
+    "torch._dynamo.backends.registry.lookup_backend": Patch(
+        "a misspelt name of the backend is answered by torch alone", _SHARDED, "torch 2.13"
+    ),
     "torch.nn.utils.parametrize.is_parametrized": Patch(
         "no hook tells of a parametrization that comes or goes, which would part a parameter from its buffer",
         _SHARDED,

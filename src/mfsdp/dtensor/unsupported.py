@@ -6,6 +6,7 @@ accumulation nodes run only for computations outside of ``forward``.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import sys
@@ -118,6 +119,25 @@ def node_of(name: str, args: tuple[Any, ...]) -> None:
 def refuse_inputs() -> None:
     """Wraps ``torch.autograd.backward`` once; torch has no hook that sees ``inputs=``."""
     wrap(torch.autograd, "backward", functools.partial(_backward, inspect.signature(torch.autograd.backward)))
+
+
+@functools.cache
+def suggest_backend() -> None:
+    """Wraps torch's search for a backend's name once: a misspelt one is never ours to answer. Private in torch
+    (``lookup_backend``); tried on 2.13, there in 2.11 to 2.15.
+    """
+    from torch._dynamo.backends import registry
+
+    wrap(registry, "lookup_backend", _look_up)
+
+
+def _look_up(theirs: Callable[[Any], Any], name: Any) -> Any:
+    try:
+        return theirs(name)
+    except Exception as error:
+        if isinstance(name, str) and difflib.get_close_matches(name.lower(), ["mfsdp"]):
+            error.add_note('mfsdp: did you mean backend="mfsdp"?')
+        raise
 
 
 def _backward(signature: inspect.Signature, theirs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
