@@ -343,6 +343,11 @@ def test_any_order_of_them(strategy, plan):
         alike([*plan, (5, None)], strategy=strategy)
 
 
+def test_a_step_that_ran_elsewhere_is_waited_for(four):
+    """It may end in the state that is recorded, with gathers in flight."""
+    assert alike([(WARM - 1, _another_step), (5, _another_step), (2, None)]).replays
+
+
 @pytest.mark.exhaustive
 @settings(max_examples=200, deadline=None)
 @given(

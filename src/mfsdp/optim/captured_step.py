@@ -207,6 +207,7 @@ class CapturedStep:
     # one step
 
     def _take(self, key: Key, leaves: list[Any]) -> Any:
+        step_prefetch.complete(self._state.buffers)  # of a step that ran elsewhere: a replay does not wait for it
         for buffer in self._state.buffers:
             buffer.gradients.follow_stream()
         before, seen = self._state.now(), self._seen_of(key)
