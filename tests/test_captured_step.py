@@ -580,6 +580,7 @@ def test_numbers_that_change_are_told(four, monkeypatch):
 def test_what_is_given_is_checked(four):
     t = Trained(False)
     for arguments, words in [
+        ((None, t.model), "None cannot be called: give step, modules, optimizers"),
         ((t._step, t.optimizer), "is no Module: give step, modules, optimizers"),
         ((t._step, t.model, t.model), "is no Optimizer"),
     ]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import mfsdp
+
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -83,3 +85,8 @@ def test_what_is_no_table_is_noticed():
     for word, texts in broken.items():
         for text in texts:
             assert any(word in fault for fault in faults(text)), text
+
+
+def test_the_api_page_has_every_public_name():
+    listed = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert {f"mfsdp.{name}" for name in mfsdp.__all__} <= set(listed)

@@ -96,9 +96,9 @@ class Accumulator:
         self.narrow: torch.Tensor | None = None
         """The sum in a narrower ``precision.main``, while ``.grad`` is in use."""
         self._written = _Written()
-        """Whether DTensors have written to ``_narrow``; versions show writes through plain tensors."""
+        """Whether DTensors have written to ``narrow``; versions show writes through plain tensors."""
         self._grads: dict[int, ShardedDTensor] = {}
-        """Every ``.grad`` that was read, a view of ``flat`` or of ``_narrow``."""
+        """Every ``.grad`` that was read, a view of ``flat`` or of ``narrow``."""
         self.tied: dict[int, TiedCopy] = {}
         """By slot, copies of tied weights, whose gradients come by another way (Note [Tied weights])."""
 

@@ -11,9 +11,8 @@ the graph's `_Recording`, so that nobody else gets that memory.
 
 Ranks record together: before the calls that `due` names they ask each other whether all are ready, which makes the host
 wait. They announce a replay as they announce a program (Note [Desync detection]): a rank that runs Python instead is
-named.
-A replay launches no collective that a step before it has not waited for: gathers that the optimizer's step launches for
-the next forward are waited for (on the device) where the step ends.
+named. Every collective is waited for in the recording that launches it: gathers that the optimizer's step launches for
+the next forward, where the step ends, on the device.
 """
 
 from __future__ import annotations
@@ -102,11 +101,13 @@ def capture_step(
         optimizers: all that it steps; those of sharded parameters made by `fully_shard_optimizer`.
 
     Raises:
-        TypeError: ``modules`` or ``optimizers`` are something else.
+        TypeError: ``step``, ``modules`` or ``optimizers`` are something else.
         ValueError: nothing of the modules is sharded; an optimizer of sharded parameters is not flat.
     """
     models = [modules] if isinstance(modules, (nn.Module, Optimizer)) else list(modules)
     stepped = [optimizers] if isinstance(optimizers, (nn.Module, Optimizer)) else list(optimizers)
+    if not callable(step):
+        raise TypeError(f"capture_step: {step!r} cannot be called: give step, modules, optimizers")
     for value, kind in [*((m, nn.Module) for m in models), *((o, Optimizer) for o in stepped)]:
         if not isinstance(value, kind):
             raise TypeError(f"capture_step: {value!r} is no {kind.__name__}: give step, modules, optimizers")
