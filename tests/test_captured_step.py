@@ -333,7 +333,7 @@ def test_each_part_of_the_state_is_needed(four, monkeypatch, parts):
         alike([(6, does), (6, None)], **how)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     strategy=st.sampled_from(["optim_grads_params", "optim_grads", "no_shard"]),
     plan=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([None, *ACTIONS])), max_size=5),
