@@ -348,6 +348,19 @@ def test_a_step_that_ran_elsewhere_is_waited_for(four):
     assert alike([(WARM - 1, _another_step), (5, _another_step), (2, None)]).replays
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_gathers_of_another_model_are_dropped(four, captured):
+    """A replay writes to static buffers which another step's gathers, in flight, have filled."""
+    told = []
+    for both in ([False, False], [True, captured]):
+        static_buffers.reset()
+        first, second = Trained(both[0], ahead=False), Trained(both[1])
+        turns = [*([second] * 6), *([first] * 6), second, second, second, first, second]
+        told.append(([t.train(seed) for seed, t in enumerate(turns)], [t.weights() for t in (first, second)]))
+    assert first.replays and (not captured or second.replays)
+    assert str(told[0]) == str(told[1])
+
+
 @pytest.mark.exhaustive
 @settings(max_examples=200, deadline=None)
 @given(

@@ -208,7 +208,7 @@ class CapturedStep:
     # one step
 
     def _take(self, key: Key, leaves: list[Any]) -> Any:
-        step_prefetch.complete(self._state.buffers)  # of a step that ran elsewhere: a replay does not wait for it
+        step_prefetch.settle_for(self._state.buffers, self._device)
         for buffer in self._state.buffers:
             buffer.gradients.follow_stream()
         before, seen = self._state.now(), self._seen_of(key)

@@ -396,6 +396,19 @@ def complete(buffers: Iterable[Buffer]) -> None:
             early.finish()
 
 
+def settle_for(buffers: Collection[Buffer], device: torch.device) -> None:
+    """Before a step of these buffers that may be replayed, and so drops nothing itself: waits for all gathers, and
+    drops those of other models in static buffers of the current stream.
+    """
+    here = devices.current_stream(device)
+    for early in list(_under_way):
+        buffer = early.buffer()
+        if buffer is None or (early.slot and buffer not in buffers and early.stream == here):
+            early.drop()
+        else:
+            early.finish()
+
+
 def any_under_way() -> bool:
     """Whether any gather is in flight."""
     return bool(_under_way)
