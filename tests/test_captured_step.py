@@ -80,7 +80,7 @@ class Trained:
     def __init__(
         self, captured: bool, *, microbatches: int = 1, clip: bool = True, lowering: str = "eager",
         optimizer: Callable[[Any], torch.optim.Optimizer] = Momentum, options: Any = None, ahead: bool = True,
-        **sharding: Any,
+        muon: bool = False, **sharding: Any,
     ):  # fmt: skip
         torch.manual_seed(0)
         if "mesh" in sharding:
@@ -88,7 +88,14 @@ class Trained:
             sharding["mesh"] = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         self.model = mfsdp.fully_shard(Net().to(here()), units=[nn.Sequential], **sharding)
         mfsdp.keep_gradients(self.model)
-        self.optimizer = mfsdp.fully_shard_optimizer(optimizer(self.model.parameters()), ahead=ahead)
+        kinds: list[list[Any]] = [[], []]
+        for p in self.model.parameters():
+            kinds[muon and p.dim() == 2].append(p)
+        self.optimizers = [mfsdp.fully_shard_optimizer(optimizer(kinds[0]), ahead=ahead)]
+        if muon:
+            matrices = torch.optim.Muon(kinds[1], lr=torch.tensor(0.02, device=here()))  # type: ignore[arg-type]
+            self.optimizers.append(mfsdp.fully_shard_optimizer(matrices, max_staging=1))
+        self.optimizer = self.optimizers[-1]
         self.run = compiled(self.model, lowering, **(options or {}))
         self.microbatches, self.clip, scale = microbatches, clip, torch.ones((), device=here())
 
@@ -99,7 +106,7 @@ class Trained:
             nonlocal scale
             scale = scale * 0.5
 
-        self.step: Any = mfsdp.capture_step(step, self.run, self.optimizer) if captured else step
+        self.step: Any = mfsdp.capture_step(step, self.run, self.optimizers) if captured else step
         self.change_a_variable = change
 
     def _step(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -111,8 +118,9 @@ class Trained:
                 loss.backward()
             total = total + loss
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5) if self.clip else total
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for each in self.optimizers:
+            each.step()
+            each.zero_grad()
         return {"loss": total, "norm": getattr(norm, "full_tensor", lambda: norm)()}
 
     def train(self, seed: int, rows: int = 4, me: int = 0) -> list[float]:
@@ -152,6 +160,7 @@ CASES: dict[str, dict[str, Any]] = {
     "microbatches, hsdp": {"mesh": {"dp_outer": 2, "dp_shard": 2}, "microbatches": 2},
     "hfsdp": {"mesh": {"dp_outer": 2, "dp_shard": 2}, "outer_strategy": "optim"},
     "bf16": {"mp_policy": BF16}, "bf16, 2": {"mp_policy": BF16, "strategy": "optim_grads"},
+    "muon": {"muon": True}, "muon, hsdp": {"muon": True, "mesh": {"dp_outer": 2, "dp_shard": 2}},
     "microbatches": {"microbatches": 2}, "microbatches, 0": {"microbatches": 2, "strategy": "no_shard"},
     "no prefetch": {"options": {"prefetch": 0, "reduce_lag": 0, "pool": False}},
 }  # fmt: skip
@@ -194,7 +203,7 @@ def _load(t: Trained) -> None:
 def _load_optimizer(t: Trained) -> None:
     loaded = t.optimizer.state_dict()
     for state in loaded["state"].values():
-        state["sum"] = state["sum"] * 0.5
+        state |= {name: value * 0.5 for name, value in state.items() if name != "step"}
     t.optimizer.load_state_dict(loaded)
 
 
@@ -336,11 +345,12 @@ def test_each_part_of_the_state_is_needed(four, monkeypatch, parts):
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     strategy=st.sampled_from(["optim_grads_params", "optim_grads", "no_shard"]),
+    muon=st.booleans(),
     plan=st.lists(st.tuples(st.integers(0, 5), st.sampled_from([None, *ACTIONS])), max_size=5),
 )
-def test_any_order_of_them(strategy, plan):
+def test_any_order_of_them(strategy, muon, plan):
     with mfsdp.fake_ranks(4, rank=1):
-        alike([*plan, (5, None)], strategy=strategy)
+        alike([*plan, (5, None)], strategy=strategy, muon=muon)
 
 
 def test_a_step_that_ran_elsewhere_is_waited_for(four):
@@ -366,32 +376,33 @@ def test_gathers_of_another_model_are_dropped(four, captured):
 @given(
     strategy=st.sampled_from(["optim_grads_params", "optim_grads", "optim", "no_shard"]),
     microbatches=st.integers(1, 2),
+    muon=st.booleans(),
     plan=st.lists(st.tuples(st.integers(0, 6), st.sampled_from(ACTIONS)), max_size=8),
 )
-def test_many_orders_of_them(strategy, microbatches, plan):
+def test_many_orders_of_them(strategy, microbatches, muon, plan):
     with mfsdp.fake_ranks(4, rank=1):
-        alike([*plan, (6, None)], strategy=strategy, microbatches=microbatches)
+        alike([*plan, (6, None)], strategy=strategy, microbatches=microbatches, muon=muon)
 
 
 # On ranks with data of their own
 
 
-def trains(strategy: str) -> tuple[object, object, int]:
+def trains(strategy: str, muon: bool) -> tuple[object, object, int]:
     told = []
     for captured in (False, True):
         torch._dynamo.reset()
         static_buffers.reset()
         with graphs():
-            t = Trained(captured, strategy=strategy, microbatches=2)
+            t = Trained(captured, strategy=strategy, microbatches=2, muon=muon)
             values = [t.train(seed, me=dist.get_rank()) for seed in range(9)]
         told.append((values, [p.full_tensor().tolist() for p in t.model.parameters()]))
     return *told, t.replays
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
-def test_two_ranks(two_ranks, strategy):
+@pytest.mark.parametrize(("strategy", "muon"), [("optim_grads_params", True), ("no_shard", False)])
+def test_two_ranks(two_ranks, strategy, muon):
     """Each with data of its own; collectives are replayed too."""
-    answers = two_ranks.run(trains, strategy)
+    answers = two_ranks.run(trains, strategy, muon)
     for plain, captured, replays in answers:
         assert plain == captured and replays == 9 - WARM + 1
     assert answers[0][0][0] != answers[1][0][0]
@@ -563,6 +574,7 @@ def test_the_hosts_waits_on_a_gpu_are_obstacles(monkeypatch):
 def test_streamed_state_is_not_captured(four):
     t = Trained(False, clip=False, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
     t.optimizer = mfsdp.fully_shard_optimizer(torch.optim.SGD(t.model.parameters(), 0.1, momentum=0.9), offload=True)
+    t.optimizers = [t.optimizer]
     t.step = mfsdp.capture_step(t._step, t.run, t.optimizer)
     assert "the optimizer's state is on the host (offload=)" in told(t)
 

@@ -117,7 +117,10 @@ def test_a_batch_is_torchs_step_one_by_one(shape, how):
     stack = torch.stack([p.grad.bfloat16() for p in params])
     made = orthogonal(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
     for p, was, update in zip(params, before, made, strict=True):
-        assert torch.equal(p, was.add_(update, alpha=Muon().scale(group, *shape)))
+        near = was.clone()
+        Muon().add({**group, "lr": torch.tensor([0.3])}, near, update, *shape)
+        Muon().add(group, was, update, *shape)
+        assert torch.equal(p, was) and torch.allclose(near, was, rtol=0, atol=1e-6)
 
 
 def test_what_is_no_matrix():

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..buffers.flat_buffer import FlatBuffer
-from ..runtime import capturing, execution
+from ..runtime import execution
 from ..runtime.desync import Fingerprint
 from .muon import Recipe
 from .owners import Box, Cut, Matrix, Plan, Ring, Route, Wave, describe, plan
@@ -98,7 +98,6 @@ class MatrixStep:
             prefetch: called after the step of each range.
             on_device: wraps the use of a range's state, in the order of ranges.
         """
-        capturing.obstacle("Muon's step has not been tried as one")
         self._replan(optimizer, runs)
         name = f"step of {type(optimizer).__name__}"
         rings = self.plan.loads
@@ -286,7 +285,7 @@ class _Doing:
         for ring, arrived in taken:
             for part, (m, box) in _parts(arrived, self.whole._routes[wave, ring][1].receives):
                 run = self.of[self.whole.buffers[m.unit], m.slot]
-                _rows(run, run.flat, (m, box)).add_(part, alpha=recipe.scale(self._group(m.group), m.rows, m.columns))
+                recipe.add(self._group(m.group), _rows(run, run.flat, (m, box)), part, m.rows, m.columns)
         if self.prefetch is not None:
             for run in runs:
                 self.prefetch(run)

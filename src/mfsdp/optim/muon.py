@@ -41,8 +41,8 @@ class Recipe(Protocol):
     def decay(self, group: Group, weights: torch.Tensor) -> None:
         """Changes weights before updates are added. Elementwise, [n]."""
 
-    def scale(self, group: Group, rows: int, columns: int) -> float:
-        """Returns the factor with which an update is added."""
+    def add(self, group: Group, weights: torch.Tensor, update: torch.Tensor, rows: int, columns: int) -> None:
+        """Adds elements of the update of a matrix, [rows, columns], to those of its weights; both [n]."""
 
 
 class Muon:
@@ -96,15 +96,29 @@ class Muon:
         return orthogonal(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def decay(self, group: Group, weights: torch.Tensor) -> None:
-        weights.mul_(1 - float(group["lr"]) * group["weight_decay"])
+        weights.mul_(1 - _rate(group) * group["weight_decay"])
 
-    def scale(self, group: Group, rows: int, columns: int) -> float:
-        """The factors of torch's ``adjust_lr_fn``: Jordan's, and RMS matching (Moonshot, arXiv:2502.16982)."""
-        lr, how = float(group["lr"]), group["adjust_lr_fn"]
+    def add(self, group: Group, weights: torch.Tensor, update: torch.Tensor, rows: int, columns: int) -> None:
+        """The factors of torch's ``adjust_lr_fn``: Jordan's, and RMS matching (Moonshot, arXiv:2502.16982). The host
+        does not read a learning rate that is a tensor; torch's does, and rounds once where this rounds twice.
+        """
+        how = group["adjust_lr_fn"]
         if how in (None, "original"):
-            return -(lr * math.sqrt(max(1, rows / columns)))
-        assert how == "match_rms_adamw", how
-        return -(lr * (0.2 * math.sqrt(max(rows, columns))))
+            ratio = math.sqrt(max(1, rows / columns))
+        else:
+            assert how == "match_rms_adamw", how
+            ratio = 0.2 * math.sqrt(max(rows, columns))
+        factor = -(_rate(group) * ratio)
+        if isinstance(factor, torch.Tensor):
+            weights.add_(update.to(weights.dtype) * factor)
+        else:
+            weights.add_(update, alpha=factor)
+
+
+def _rate(group: Group) -> Any:
+    """The learning rate: a number, or a tensor without dimensions."""
+    rate = group["lr"]
+    return rate.reshape(()) if isinstance(rate, torch.Tensor) else rate
 
 
 def orthogonal(

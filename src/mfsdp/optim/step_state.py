@@ -105,10 +105,10 @@ def context(device: torch.device) -> tuple[Hashable, ...]:
 
 
 def numbers(optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """Returns tensors without dimensions among an optimizer's settings and state, with their keys."""
+    """Returns tensors of one element among an optimizer's settings and state, with their keys."""
     values = [item for group in optimizer.param_groups for item in group.items()]
     values += [item for state in optimizer.state.values() for item in state.items()]
-    return [(key, value) for key, value in values if isinstance(value, torch.Tensor) and not value.dim()]
+    return [(key, value) for key, value in values if isinstance(value, torch.Tensor) and value.numel() == 1]
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:
