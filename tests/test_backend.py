@@ -68,17 +68,6 @@ def test_every_option_is_checked_and_on_the_page():
                 Options.parse({field.name: object()})
 
 
-def test_registration_with_nccl_is_refused_in_words():
-    words = r"nccl_ub=True: .* has not run on a GPU yet.* memory pool of its own \(option pool\).* Leave nccl_ub out"
-    torch._dynamo.reset()
-    with pytest.raises(NotImplementedError, match=words):
-        torch.compile(MLP(), backend="mfsdp", options={"nccl_ub": True})(torch.randn(2, 24))
-    with pytest.raises(NotImplementedError, match=words):
-        mfsdp.explain(MLP(), (torch.randn(2, 24),), options={"nccl_ub": True})
-    with pytest.raises(ValueError, match="nccl_ub=1: choose True or False"):
-        Options.parse({"nccl_ub": 1})
-
-
 def test_megatrons_defaults_change_nothing():
     """``disable_symmetric_registration`` is about what ``nccl_ub`` registers; alone it means nothing there either."""
     assert Options.parse({"nccl_ub": False, "disable_symmetric_registration": True}) == Options.parse({
@@ -98,6 +87,7 @@ def test_megatrons_defaults_change_nothing():
     ],
 )
 def test_modes_are_refused(mode, why):
+    torch._dynamo.reset()
     run = torch.compile(MLP(), backend="mfsdp", mode=mode)
     with pytest.raises(ValueError, match=why):
         run(torch.randn(2, 24))
@@ -219,11 +209,12 @@ def test_shapes_may_change(monkeypatch, tmp_path, lowering, marked):
     torch._dynamo.reset()
     options = {"lowering": lowering.split()[0], **({"dump": str(tmp_path)} if "dump" in lowering else {})}
     run = torch.compile(model, backend="mfsdp", options=options)
-    for rows in (4, 6, 9, 11):
-        x = torch.randn(rows, 24)
-        if marked:
-            torch._dynamo.mark_dynamic(x, 0)
-        assert error(step(run, x), step(reference, x)) < 1e-6
+    with functorch_config.patch(enable_autograd_cache=False):  # or an earlier run's programs are loaded
+        for rows in (4, 6, 9, 11):
+            x = torch.randn(rows, 24)
+            if marked:
+                torch._dynamo.mark_dynamic(x, 0)
+            assert error(step(run, x), step(reference, x)) < 1e-6
     assert runs == ["forward", "backward"] * (1 if marked else 2)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert error(p.grad.full_tensor(), q.grad) < 1e-5

@@ -319,7 +319,7 @@ def test_methods_that_mean_something():
         ("set_post_optim_event", None, "what the current stream was given"),
         ("set_custom_all_gather", None, "mfsdp.passes"),
         ("set_custom_reduce_scatter", None, "mfsdp.passes"),
-        ("set_symm_mem_for_comm", "NCCL", "allocated as tensors"),
+        ("set_symm_mem_for_comm", "NCCL", "options={'nccl_ub': True}"),
         ("set_reshard_after_backward", False, "strategy='optim_grads'"),
         ("set_separate_reduce_scatter_group", False, "a process group of their own"),
         ("set_reduce_scatter_unused_params", True, "for units that a rank does not use: fully_shard"),

@@ -18,7 +18,7 @@ import mfsdp
 from mfsdp import pipeline
 from mfsdp.ir import byte_costs, ops
 from mfsdp.ir.program import Program
-from mfsdp.runtime import static_buffers
+from mfsdp.runtime import static_buffers, user_buffers
 from tests.helpers.models import GPT, Block, Lumpy
 from tests.helpers.parity import averaged, error
 from tests.helpers.ranks import Ranks
@@ -240,14 +240,14 @@ def gpus() -> Iterator[Ranks]:
     ranks.stop()
 
 
-def parity_on_gpus(wires: torch.dtype, segments: bool) -> float:
+def parity_on_gpus(wires: torch.dtype, segments: bool, options: dict[str, Any] | None = None) -> float:
     torch.manual_seed(0)
     reference = (Lumpy() if segments else GPT(tied=False, layers=4, width=256)).cuda()
     policy = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=wires)
     model = mfsdp.fully_shard(copy.deepcopy(reference), units=None if segments else [Block], mp_policy=policy)
     torch.manual_seed(1 + dist.get_rank())
     ids = torch.randn(4, 33, device="cuda") if segments else torch.randint(31, (4, 8), device="cuda")
-    run = torch.compile(model, backend="mfsdp", dynamic=False)
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options=options)
     worst = 0.0
     for _ in range(2):
         worst = max(worst, error(step(run, ids), step(reference, ids)))
@@ -277,6 +277,17 @@ def overlapped() -> float:
             total += end - start
             hidden += sum(max(0.0, min(end, b) - max(start, a)) for a, b in compute)
     return hidden / total
+
+
+def registered(symmetric: bool) -> tuple[float, bool]:
+    options = {"nccl_ub": True, "disable_symmetric_registration": not symmetric}
+    return parity_on_gpus(torch.float32, False, options), any(user_buffers._registered.values())
+
+
+@two_gpus
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_buffers_that_nccl_registers(gpus, symmetric):
+    assert all(found < 1e-4 and done for found, done in gpus.run(registered, symmetric, timeout=300))
 
 
 @two_gpus

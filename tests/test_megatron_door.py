@@ -456,6 +456,7 @@ INTO = [
     ({"overlap_grad_reduce": False}, {"reduce_lag": 0}),
     ({"overlap_param_gather": False}, {"prefetch": 0}),
     ({"overlap_param_gather": False, "options": {"prefetch": 2}}, {"prefetch": 2}),
+    ({"nccl_ub": True}, {"nccl_ub": True}),
     ({"disable_symmetric_registration": True}, {"disable_symmetric_registration": True}),
     ({"preserve_fp32_weights": False}, {"mp_policy": door.MixedPrecisionPolicy(main_params_dtype=None)}),
     ({"grad_reduce_in_fp32": True}, {"mp_policy": door.MixedPrecisionPolicy(main_grads_dtype=F32)}),
@@ -476,7 +477,6 @@ AUTOMATIC = {
 
 REFUSED = [
     ({"cuda_graph_mode": True}, NotImplementedError, "cuda_graph_mode=True: .* mfsdp.capture_step"),
-    ({"nccl_ub": True}, NotImplementedError, "option nccl_ub=True"),
     ({"zero_dp_strategy": 4}, ValueError, "zero_dp_strategy=4: choose one of"),
     ({"zero_dp_strategy": True}, ValueError, "zero_dp_strategy=True: choose one of"),
     ({"outer_dp_sharding_strategy": 2}, ValueError, "outer_dp_sharding_strategy=2: choose one of"),
@@ -768,8 +768,8 @@ def test_placements(axes, found):
 def test_what_the_second_versions_refuse():
     with pytest.raises(ValueError, match="1 axes, and 2 placements in gradient="):
         Placements([0], [FLAT], [FLAT, FLAT], [FLAT])
-    with pytest.raises(NotImplementedError, match="use_symm_mem=True"):
-        experimental.fully_shard(MLP(), None, Placements([0], [FLAT], [FLAT], [FLAT]), use_symm_mem=True)
+    with pytest.raises(NotImplementedError, match="use_symm_mem=True: .* leave compile=False out"):
+        experimental.fully_shard(MLP(), None, Placements([0], [FLAT], [FLAT], [FLAT]), use_symm_mem=True, compile=False)
     with pytest.raises(NotImplementedError, match="DBuffer: buffers of mfsdp are internal"):
         experimental.DBuffer.distribute_tensors([])
     with pytest.raises(NotImplementedError, match="enable_cuda_graph=True: .* mfsdp.capture_step"):

@@ -363,7 +363,7 @@ def test_static_buffers_of_a_device_have_pools(monkeypatch):
     """Nothing else is asked for one, and a buffer only when it is made, or made anew because it grows."""
     asked: list[tuple[str, str]] = []
 
-    def pool(slot: str, device: torch.device) -> Any:
+    def pool(slot: str, device: torch.device, allocator: object) -> Any:
         asked.append((slot, device.type))
         return nullcontext()
 
@@ -388,15 +388,18 @@ def test_pools_are_made_once_for_a_buffer(monkeypatch):
     """The calls to torch, which need a GPU."""
     made: list[Any] = []
     used: list[tuple[Any, torch.device]] = []
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda: made.append(object()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: made.append((len(made), allocator)) or made[-1])
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: used.append((pool, device)) or nullcontext())
     monkeypatch.setattr(static_buffers, "_pools", {})
     gpu = torch.device("cuda", 1)
-    for slot, device in (("p0", gpu), ("p0", gpu), ("g0", gpu), ("p0", torch.device("cpu"))):
-        with static_buffers._pool(slot, device):
+    for slot, device, allocator in (
+        ("p0", gpu, None), ("p0", gpu, None), ("g0", gpu, "NCCL's on {}".format), ("p0", torch.device("cpu"), None),
+    ):  # fmt: skip
+        with static_buffers._pool(slot, device, allocator):
             pass
     first, second = made
+    assert first == (0, None) and second == (1, "NCCL's on cuda:1")
     assert used == [(first, gpu), (first, gpu), (second, gpu)]
 
 

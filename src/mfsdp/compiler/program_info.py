@@ -9,11 +9,12 @@ from ..config.best_effort import only_tells
 from ..config.options import Options
 from ..config.units import GroupIndex
 from ..ir import ops, printer
-from ..ir.program import GIVEN, READ, Program, first_launches, group_of, lane_of, slot_of
+from ..ir.program import GIVEN, READ, Program, base_of, first_launches, group_of, lane_of, slot_of
 from ..ir.roles import Kind, role
 from ..reports.profile import Outline, outline
 from ..runtime.program_info import PATH, ProgramInfo
 from ..runtime.step_prefetch import First
+from ..runtime.user_buffers import UserBuffers
 
 
 def program_info(program: Program, options: Options) -> ProgramInfo:
@@ -37,6 +38,7 @@ def program_info(program: Program, options: Options) -> ProgramInfo:
         reads=[] if backward else [i for i, n in enumerate(inputs) if n.meta.get(READ)],
         peer_groups=list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.peer_groups), *sequences])),
         static_buffers=_static_buffers(program),
+        user_buffers=_user_buffers(program, options),
         frames=options.frames,
         exchanges=any(node.target is ops.collective for node in program.nodes),
         silent_results=silent,
@@ -91,6 +93,32 @@ def _static_buffers(program: Program) -> dict[tuple[torch.device, str], int]:
     """Bytes of a program's static buffers, by device and name."""
     slots = ((node.meta["val"].device, slot) for node in program.nodes if (slot := slot_of(node)))
     return {(device, slot): program.slots[slot] for device, slot in slots}
+
+
+def _user_buffers(program: Program, options: Options) -> UserBuffers:
+    """The static buffers that NCCL registers.
+
+    Raises:
+        RuntimeError: the option is on, and the model is not on a GPU.
+    """
+    found = communicated(program) if options.nccl_ub else {}
+    for device, _ in found:
+        if device.type != "cuda":
+            raise RuntimeError(
+                f"option nccl_ub=True: the model is on {device}, and NCCL registers memory of GPUs; leave it out"
+            )
+    return UserBuffers(found, symmetric=not options.disable_symmetric_registration)
+
+
+def communicated(program: Program) -> dict[tuple[torch.device, str], list[str]]:
+    """The groups that static buffers are communicated over, by device and name; none of one rank."""
+    found: dict[tuple[torch.device, str], dict[str, None]] = {}
+    for node in program.nodes:
+        if node.target in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
+            filled = node if node.target is ops.all_gather else base_of(node.args[0])  # type: ignore[arg-type]
+            if (slot := slot_of(filled)) and program.spec_of(node).ranks_on(lane_of(node)) > 1:
+                found.setdefault((filled.meta["val"].device, slot), {})[group_of(program, node)] = None
+    return {key: list(names) for key, names in found.items()}
 
 
 def _first_launches(program: Program) -> list[First]:

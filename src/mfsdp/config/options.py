@@ -178,7 +178,6 @@ class Options:
 
     Raises:
         ValueError: an unknown option, or a value out of range; the message lists what is valid.
-        NotImplementedError: ``nccl_ub``.
     """
 
     prefetch: int | str = 1
@@ -208,7 +207,8 @@ class Options:
     """Whether backward is two programs, gradients of inputs and then gradients of weights, which a zero-bubble schedule
     runs later (`mfsdp.PipelineStage`). AOTAutograd's cache is off."""
     nccl_ub: bool = False
-    """Megatron-FSDP's: NCCL registers static buffers as user buffers. Not built; ``True`` raises."""
+    """Megatron-FSDP's: NCCL allocates static buffers and registers them as user buffers
+    (`mfsdp.runtime.user_buffers`). Has not run on a GPU."""
     disable_symmetric_registration: bool = False
     """Megatron-FSDP's: registers them without symmetric windows. No effect without ``nccl_ub``, as there."""
     lowering: str = "inductor"
@@ -272,13 +272,8 @@ class Options:
             value = getattr(out, name)
             if not isinstance(value, bool):
                 raise ValueError(f"option {name}={value!r}: choose True or False")
-        if out.nccl_ub:
-            raise NotImplementedError(
-                "option nccl_ub=True: registering static buffers with NCCL has not run on a GPU yet, and is not built. "
-                "What there is: each static buffer has a memory pool of its own (option pool), which NCCL could "
-                "register. Leave nccl_ub out: collectives run over the same buffers, unregistered; narrow gradients "
-                "(grad_comm_dtype) are added up in main_grads_dtype all the same"
-            )
+        if out.nccl_ub and not out.pool:
+            raise ValueError("option nccl_ub=True: NCCL registers static buffers; leave pool=False out")
         if out.patience is not None and (
             isinstance(out.patience, bool) or not isinstance(out.patience, (int, float)) or not 0 < out.patience < 1e9
         ):

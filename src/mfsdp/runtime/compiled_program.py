@@ -95,6 +95,8 @@ class CompiledProgram:
                 _gather_again(run, persistent, written)
             if step_prefetch.any_under_way():
                 step_prefetch.make_room(self.info.static_buffers)
+            if self.info.user_buffers.groups:
+                self.info.user_buffers.ready(run, self.info.static_buffers)
             static_buffers.reserve(self.info.static_buffers)
             mine, others = self._reads
             for buffer in dict.fromkeys([*(buffers[at] for at in mine), *(read_by(args[i]) for i in others)]):

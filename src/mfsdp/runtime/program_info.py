@@ -8,6 +8,7 @@ from typing import Protocol
 
 from .static_buffers import Rooms
 from .step_prefetch import First
+from .user_buffers import UserBuffers
 
 PATH = "\0{}\0"
 """Stands for the path of a unit in the texts that ranks compare."""
@@ -52,6 +53,8 @@ class ProgramInfo:
     """All groups of its units, also those that it communicates over in another phase only."""
     static_buffers: Rooms = field(default_factory=dict)
     """Bytes of the static buffers that must exist before it begins."""
+    user_buffers: UserBuffers = field(default_factory=UserBuffers)
+    """Those of them that NCCL registers."""
     frames: bool = False
     """Whether its operations always run in Python frames of their names (Note [Names])."""
     exchanges: bool = False

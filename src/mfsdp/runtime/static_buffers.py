@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -25,7 +26,10 @@ from . import devices
 
 log = logging.getLogger("mfsdp")
 
-_pools: dict[tuple[torch.device, str], torch.cuda.MemPool] = {}
+Allocator = Callable[[torch.device], Any]
+"""Finds a device's allocator for a pool: a ``torch._C._cuda_CUDAAllocator``."""
+
+_pools: dict[tuple[torch.device, str, Allocator | None], torch.cuda.MemPool] = {}
 """Memory pools of GPU buffers, one each: a pool frees memory only when it is destroyed. They are defined above the
 buffers because Python clears modules from the top: a pool that goes before its buffer frees nothing, and so does not
 wait, at exit, for a collective that never completes.
@@ -40,10 +44,11 @@ class StaticBuffer:
 
     Args:
         storage: its memory.
+        allocator: what found its pool's allocator; ``None``: torch's.
     """
 
-    def __init__(self, storage: torch.UntypedStorage):
-        self.storage = storage
+    def __init__(self, storage: torch.UntypedStorage, allocator: Allocator | None = None):
+        self.storage, self.allocator = storage, allocator
         self.own = 1
         """Tensors and handles over it that are kept here."""
         self.flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -171,17 +176,24 @@ Rooms = Mapping[tuple[torch.device, str], int]
 """Bytes of static buffers, by device and name."""
 
 
-def reserve(rooms: Rooms) -> None:
+def reserve(rooms: Rooms, allocator: Allocator | None = None) -> None:
     """Makes static buffers for the current stream before a program begins, so that none is cut from a block that others
-    freed. On the CPU, does nothing: they are made at first use.
+    freed; with an allocator, makes those anew that are not from it. On the CPU, does nothing: they are made at first
+    use.
     """
     for (device, slot), size in rooms.items():
         if device.type != "cpu":
             slot = _of_stream(slot, device)
             static = _slots.get((device, slot))
-            if static is None or static.storage.nbytes() < size:
+            if static is None or static.storage.nbytes() < size or allocator not in (None, static.allocator):
                 del static
-                _make(device, slot, size)
+                _make(device, slot, size, allocator)
+
+
+def pool_of(device: torch.device, slot: str) -> torch.cuda.MemPool:
+    """The memory pool of a static buffer of the current stream."""
+    slot = _of_stream(slot, device)
+    return _pools[device, slot, _slots[device, slot].allocator]
 
 
 class _Here(threading.local):
@@ -216,38 +228,42 @@ def _of_stream(slot: str, device: torch.device) -> str:
     return slot if stream is None or not stream.stream_id else f"{slot}@{stream.stream_id}"
 
 
-def _make(device: torch.device, slot: str, size: int) -> StaticBuffer:
-    _drop(device, slot)  # the old and the new buffer never coexist
-    with _pool(slot, device):
-        static = _slots[device, slot] = StaticBuffer(
-            torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-        )
+def _make(device: torch.device, slot: str, size: int, allocator: Allocator | None = None) -> StaticBuffer:
+    allocator = allocator or _drop(device, slot)  # the old and the new buffer never coexist
+    with _pool(slot, device, allocator):
+        memory = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        static = _slots[device, slot] = StaticBuffer(memory, allocator)
     if static.storage.data_ptr():
         _at[static.storage.data_ptr()] = static
     return static
 
 
-def _drop(device: torch.device, slot: str) -> None:
-    """Frees a static buffer's memory, if nothing else has it. The pool must go last, or it frees nothing."""
+def _drop(device: torch.device, slot: str) -> Allocator | None:
+    """Frees a static buffer's memory, if nothing else has it, and returns its allocator. The pool must go last, or it
+    frees nothing.
+    """
     dropped = _slots.pop((device, slot), None)
-    if dropped is not None:
-        pool = _pools.pop((device, slot), None)
-        _at.pop(dropped.storage.data_ptr(), None)
-        del dropped
-        del pool
+    if dropped is None:
+        return None
+    allocator = dropped.allocator
+    pool = _pools.pop((device, slot, allocator), None)
+    _at.pop(dropped.storage.data_ptr(), None)
+    del dropped
+    del pool
+    return allocator
 
 
-def _pool(slot: str, device: torch.device) -> AbstractContextManager[None]:
-    """Takes this thread's GPU allocations from a static buffer's pool. Has not run on a GPU; written after torch 2.13.
-    NCCL registers such a pool with one call (``register_mem_pool`` of its backend). Symmetric windows need a pool with
-    NCCL's own allocator, which does not compose with expandable segments.
+def _pool(slot: str, device: torch.device, allocator: Allocator | None) -> AbstractContextManager[None]:
+    """Takes this thread's GPU allocations from a static buffer's pool. Has not run on a GPU; written after torch
+    2.13.
     """
     if device.type != "cuda":
         return nullcontext()
-    if (device, slot) not in _pools:
+    key = device, slot, allocator
+    if key not in _pools:
         with torch.cuda.device(device):
-            _pools[device, slot] = torch.cuda.MemPool()
-    return torch.cuda.use_mem_pool(_pools[device, slot], device)
+            _pools[key] = torch.cuda.MemPool(None if allocator is None else allocator(device))
+    return torch.cuda.use_mem_pool(_pools[key], device)
 
 
 def _becomes_vacant(static: StaticBuffer, device: torch.device) -> bool:

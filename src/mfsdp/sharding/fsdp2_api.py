@@ -168,7 +168,7 @@ _ELSEWHERE = {
     "set_post_optim_event": "programs wait for what the current stream was given before, the optimizer's step included",
     "set_custom_all_gather": _PASS,
     "set_custom_reduce_scatter": _PASS,
-    "set_symm_mem_for_comm": "buffers are allocated as tensors",
+    "set_symm_mem_for_comm": "torch.compile(..., options={'nccl_ub': True}) registers static buffers with NCCL",
 }
 """Methods without a meaning here, and their alternatives."""
 

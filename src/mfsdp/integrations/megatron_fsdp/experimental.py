@@ -113,16 +113,18 @@ def fully_shard(
         mesh: all of its axes are those of ``placements``.
         placements: those that are a strategy of `mfsdp.fully_shard`.
         mixed_precision_policy: as in `fully_shard_model`, but ``main_params_dtype=None`` is fp32.
-        use_symm_mem: refused.
+        use_symm_mem: the option ``nccl_ub``.
         options, compile: of the backend; whether to compile.
 
     Raises:
-        ValueError, NotImplementedError: see `mfsdp.fully_shard`; ``use_symm_mem=True``, other placements.
+        ValueError, NotImplementedError: see `mfsdp.fully_shard`; other placements; ``use_symm_mem`` without
+            ``compile``.
     """
-    if use_symm_mem:
+    if use_symm_mem and not compile:
         raise NotImplementedError(
-            "use_symm_mem=True: buffers have memory pools of their own, which NCCL does not register; leave it out"
+            "use_symm_mem=True: NCCL registers static buffers, which compiled programs have: leave compile=False out"
         )
+    options = {"nccl_ub": True, **(options or {})} if use_symm_mem else options
     policy = policy_of(mixed_precision_policy or MixedPrecisionPolicy())
     policy = replace(policy, main_params_dtype=policy.main_params_dtype or torch.float32)
     arguments = {**placements.arguments(mesh), "mp_policy": policy, "sync_module_states": True}
