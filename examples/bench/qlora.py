@@ -111,9 +111,9 @@ def main() -> None:
         kept, peak, curves[name] = trained(way, args, text)
         apart = max(abs(a - b) for a, b in zip(curves[name], curves["mfsdp"], strict=True))
         if dist.get_rank() == 0:
-            first, *_, last = curves[name]
+            curve = " ".join(f"{loss:.4f}" for loss in [*curves[name][:: max(1, args.steps // 6)], curves[name][-1]])
             memory = f"held {kept / 1e6:6.2f} MB, {peak / 1e6:6.2f} more in a step"
-            print(f"{name:6s} {memory}; loss {first:.4f} -> {last:.4f}, at most {apart:.1e} from mfsdp's", flush=True)
+            print(f"{name:6s} {memory}; losses {curve}, at most {apart:.1e} from mfsdp's", flush=True)
     dist.destroy_process_group()
 
 
