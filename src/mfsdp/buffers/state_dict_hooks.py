@@ -47,8 +47,8 @@ def _teach_torch() -> None:
     """Wraps torch's functions, and restores original names below torch.compile's wrappers.
 
     Private in torch (``_distribute_tensors``, ``_broadcast_state_dict``, ``_distribute_state_dict``, ``_get_fqns``);
-    tried on 2.12 to 2.15, not on the others of 2.11 to 2.15; ``_maybe_full_or_cpu_state_dict`` on 2.13, there in 2.11
-    and 2.15.
+    tried on 2.12 to 2.15, not on the others of 2.11 to 2.15; ``_maybe_full_or_cpu_state_dict`` on 2.11,
+    2.13 and 2.15.
     """
     import torch.distributed._state_dict_utils as utils
     from torch.distributed.checkpoint import state_dict
