@@ -98,17 +98,18 @@ def test_compiled_by_inductor(two_ranks, kind):
         assert seen["forward"] < 1e-6 and seen["weights"] < 1e-5, seen
 
 
-def on_a_mesh(outer_strategy: str, lowering: str) -> dict[str, float]:
+def on_a_mesh(kind: str, outer_strategy: str, lowering: str) -> dict[str, float]:
     mesh = init_device_mesh("cpu", (2, 2))
-    return trained("nested", lowering, F32, mesh=mesh, outer_strategy=outer_strategy)
+    return trained(kind, lowering, F32, mesh=mesh, outer_strategy=outer_strategy)
 
 
 @pytest.mark.dist
 def test_on_four_ranks(four_ranks):
     found = [
         *four_ranks.run(trained, "nested", "eager", F32),
-        *four_ranks.run(on_a_mesh, "no_shard", "none"),
-        *four_ranks.run(on_a_mesh, "optim", "eager"),
+        *four_ranks.run(on_a_mesh, "nested", "no_shard", "none"),
+        *four_ranks.run(on_a_mesh, "torchao int8", "optim", "none"),
+        *four_ranks.run(on_a_mesh, "nested", "optim", "eager"),
     ]
     for seen in found:
         assert seen["forward"] == 0.0 and seen["weights"] < 1e-5, seen
