@@ -15,22 +15,22 @@ import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.buffers.flat_buffer import buffers_in
-from mfsdp.dtensor import bitsandbytes
+from mfsdp.dtensor import quantized
 from mfsdp.dtensor.sharded_dtensor import ShardedDTensor
 from mfsdp.ir import verifier
 from mfsdp.ir.roles import Kind
 from mfsdp.ir.saved_copies import copies
 from mfsdp.runtime import sync_collectives
 from tests.helpers.parity import averaged, compiled, whole
-from tests.helpers.quantized import Block, blocks, linear
+from tests.helpers.quantized import Block, alike, blocks, linear, numbers, parts
 
 pytest.importorskip("bitsandbytes")
+pytest.importorskip("torchao")
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -79,6 +79,9 @@ def trained(kind: str, lowering: str, dtype: torch.dtype, **sharding: Any) -> di
         ("int8", "none", BF16, {"strategy": 1}), ("int8", "eager", F32, {}),
         ("fp4 with a bias", "eager", F32, {"reshard_after_forward": False}),
         ("bf16 storage", "none", BF16, {"strategy": 0}),
+        ("torchao int8", "none", F32, {"strategy": 2}), ("torchao int8", "eager", BF16, {}),
+        ("torchao groups with a bias", "eager", F32, {"reshard_after_forward": False}),
+        ("torchao int4", "none", BF16, {}), ("torchao int4", "eager", F32, {"strategy": 1}),
     ],
 )  # fmt: skip
 def test_trains_as_unsharded(two_ranks, kind, lowering, dtype, sharding):
@@ -89,22 +92,24 @@ def test_trains_as_unsharded(two_ranks, kind, lowering, dtype, sharding):
 
 @pytest.mark.dist
 @pytest.mark.inductor
-def test_compiled_by_inductor(two_ranks):
-    for seen in two_ranks.run(trained, "nested", "inductor", F32):
+@pytest.mark.parametrize("kind", ["nested", pytest.param("torchao int8", marks=pytest.mark.exhaustive)])
+def test_compiled_by_inductor(two_ranks, kind):
+    for seen in two_ranks.run(trained, kind, "inductor", F32):
         assert seen["forward"] < 1e-6 and seen["weights"] < 1e-5, seen
 
 
-def on_a_mesh(outer_strategy: str, lowering: str) -> dict[str, float]:
+def on_a_mesh(kind: str, outer_strategy: str, lowering: str) -> dict[str, float]:
     mesh = init_device_mesh("cpu", (2, 2))
-    return trained("nested", lowering, F32, mesh=mesh, outer_strategy=outer_strategy)
+    return trained(kind, lowering, F32, mesh=mesh, outer_strategy=outer_strategy)
 
 
 @pytest.mark.dist
 def test_on_four_ranks(four_ranks):
     found = [
         *four_ranks.run(trained, "nested", "eager", F32),
-        *four_ranks.run(on_a_mesh, "no_shard", "none"),
-        *four_ranks.run(on_a_mesh, "optim", "eager"),
+        *four_ranks.run(on_a_mesh, "nested", "no_shard", "none"),
+        *four_ranks.run(on_a_mesh, "torchao int8", "optim", "none"),
+        *four_ranks.run(on_a_mesh, "nested", "optim", "eager"),
     ]
     for seen in found:
         assert seen["forward"] == 0.0 and seen["weights"] < 1e-5, seen
@@ -115,7 +120,7 @@ def test_on_four_ranks(four_ranks):
 
 def test_bytes_are_gathered_and_matrices_are_not_saved():
     """In forward and in backward, 3.88 times fewer than of bf16, and 3.54 of scales that are not nested."""
-    for kind, fewer in (("nested", 3.87), ("nf4", 3.55), ("int8", 1.99)):
+    for kind, fewer in (("nested", 3.87), ("nf4", 3.55), ("int8", 1.99), ("torchao int8", 1.98)):
         model = blocks(kind, BF16, (512, 512, 512))
         traced = mfsdp.trace(model, (torch.randn(3, 512, dtype=BF16),), world=2, units=[Block])
         for program in (traced.forward, traced.backward):
@@ -169,30 +174,21 @@ def test_uncompiled_code_saves_no_matrix(two_ranks):
         assert saved and max(saved) < 100 * 72
 
 
-def test_prediction():
+@pytest.mark.parametrize("kind", ["nested", "torchao int8"])
+def test_prediction(kind):
     """Of weights on the meta device, which will be quantized; and of those that are: the same."""
-    real, planned = (blocks("nested", widths=(512, 512), device=device) for device in ("cpu", "meta"))
+    real, planned = (blocks(kind, widths=(512, 512), device=device) for device in ("cpu", "meta"))
     report, same = (
         mfsdp.explain(m, (torch.randn(3, 512),), world=2, units=[Block], suggest=False) for m in (real, planned)
     )
     assert (report.step, report.peak) == (same.step, same.peak) and "u8[" in str(report)
-    assert real[0].base.weight.quant_state.absmax is not None, "the model is not changed"
+    weight = real[0].base.weight
+    assert (weight.qdata if "torchao" in kind else weight.quant_state.absmax).device.type == "cpu", "nothing is changed"
     sharded = mfsdp.fully_shard(real, units=[Block])
     assert mfsdp.explain(sharded, (torch.randn(3, 512),), world=2, suggest=False).peak == report.peak
 
 
 # Checkpoints
-
-
-def numbers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in model.state_dict().items()}
-
-
-def alike(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert list(a) == list(b)
-    for name, value in a.items():
-        assert value.dtype is b[name].dtype and value.shape == b[name].shape, name
-        assert torch.equal(value.reshape(-1).view(torch.uint8), b[name].reshape(-1).view(torch.uint8)), name
 
 
 def other(kind: str) -> nn.Module:
@@ -210,18 +206,18 @@ def saved_and_loaded(folder: str, kind: str) -> None:
     reference = blocks(kind)
     model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block], strategy=1 if kind == "bf16 storage" else 3)
     model(torch.ones(3, 128))
-    alike(numbers(model), reference.state_dict())
-    alike(numbers(copy.deepcopy(model)), reference.state_dict())
+    alike(numbers(model), parts(reference.state_dict()))
+    alike(numbers(copy.deepcopy(model)), parts(reference.state_dict()))
     new = other(kind)
     x = torch.randn(3, 128)
     assert not torch.equal(new(x), reference(x))
     model.load_state_dict(new.state_dict())
-    alike(numbers(model), new.state_dict())
+    alike(numbers(model), parts(new.state_dict()))
     assert torch.equal(model(x), new(x)), "nested scales have another offset now"
     mfsdp.save_safetensors(model, f"{folder}/{kind}")
     again = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block])
     mfsdp.load_safetensors(again, f"{folder}/{kind}")
-    alike(numbers(again), new.state_dict())
+    alike(numbers(again), parts(new.state_dict()))
     assert torch.equal(again(x), new(x))
     third = mfsdp.fully_shard(new, units=[Block])
     want = model(x)
@@ -233,22 +229,40 @@ def saved_and_loaded(folder: str, kind: str) -> None:
     torch.distributed.checkpoint.load({"model": state}, checkpoint_id=f"{folder}/dcp {kind}")
     set_model_state_dict(third, state)
     assert torch.equal(third(x), want)
+    if "torchao" in kind:
+        everywhere = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(again, get_model_state_dict(model, options=everywhere), options=everywhere)
+        alike(numbers(again), numbers(model))
+        state = reference.state_dict() if dist.get_rank() == 0 else {}
+        with pytest.raises(ValueError, match="_weight_scale.* is part of a quantized weight: call load_state_dict"):
+            set_model_state_dict(
+                again, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            )
+        alike(numbers(again), numbers(model))
     whole_state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        plain = safetensors(f"{folder}/{kind}")
-        alike({k: whole_state[k] for k in plain}, plain)
+        plain, metadata = safetensors(f"{folder}/{kind}")
+        alike({k: parts(whole_state)[k] for k in plain}, plain)
+        if "torchao" in kind:
+            from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_state_dict
+
+            for state in (whole_state, unflatten_tensor_state_dict(plain, metadata)[0]):
+                unsharded = blocks(kind)
+                unsharded.load_state_dict(state, assign=True)
+                assert torch.equal(unsharded(x), want)
 
 
-def safetensors(folder: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
+def safetensors(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    from safetensors import safe_open
 
-    return load_file(f"{folder}/model.safetensors")
+    with safe_open(f"{folder}/model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["nested", "bf16 storage", "int8"])
+@pytest.mark.parametrize("kind", ["nested", "bf16 storage", "int8", "torchao int8", "torchao int4"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_state_dicts_are_bitsandbytes_own(two_ranks, kind, tmp_path):
+def test_state_dicts_are_the_librarys_own(two_ranks, kind, tmp_path):
     two_ranks.run(saved_and_loaded, str(tmp_path), kind)
 
 
@@ -270,7 +284,7 @@ def streamed(kind: str, to: int | None) -> tuple[int, int, int, int]:
         patch.delattr(ShardedDTensor, "full_tensor")
         stream = mfsdp.stream_weights(model, F32, to=to)
         got = dict(stream)
-    want = {n: t.to(F32) if ".base." not in n else t for n, t in reference.state_dict().items()}
+    want = {n: t.to(F32) if ".base." not in n else t for n, t in parts(reference.state_dict()).items()}
     if stream.consumes:
         alike({name: got[name] for name in want}, want)
         assert [tuple(m) for m in stream.metadata()] == [(n, t.dtype, tuple(t.shape)) for n, t in got.items()]
@@ -279,7 +293,7 @@ def streamed(kind: str, to: int | None) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["nested", "bf16 storage", "int8"])
+@pytest.mark.parametrize("kind", ["nested", "bf16 storage", "int8", "torchao int8"])
 def test_a_stream_gathers_bytes_by_unit(two_ranks, kind):
     for to in (None, 1):
         for rank, (got, gathers, sent, held) in enumerate(two_ranks.run(streamed, kind, to)):
@@ -364,7 +378,7 @@ def refusals() -> dict[str, tuple[str, Any]]:
         "not yet in 8 bits": ("call model.to", bnb.Linear8bitLt(64, 64, has_fp16_weights=False)),
         "trains": ("cannot train", trains),
         "turned": (r"quantized as a matrix \[64, 128\]", turned),
-        "own forward": ("whose forward is not bitsandbytes' own", Own(64, 64).to("cpu")),
+        "own forward": ("not read by the forward of bitsandbytes alone", Own(64, 64).to("cpu")),
         "on meta": ("build the model where it will run", linear_on_meta()),
         "an embedding": ("is a Params4bit, a tensor subclass", embedding),
     }
@@ -385,34 +399,8 @@ def test_refused(name):
     assert model[1].weight is weights[1]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_weights_that_torchao_has_quantized():
-    """Refused with what to use; ignored, they stay whole, and the adapters beside them train as unsharded ones do."""
-    torchao = pytest.importorskip("torchao.quantization")
-    reference = blocks("nested")
-    for block in reference:
-        block.base = nn.Linear(block.base.in_features, block.base.out_features)
-    for bits, how in ((8, torchao.Int8WeightOnlyConfig()), (4, torchao.IntxWeightOnlyConfig(torch.int4))):
-        plain = copy.deepcopy(reference)
-        torchao.quantize_(plain, how, lambda m, fqn: fqn.endswith("base"))
-        frozen = [block.base.weight.requires_grad_(False) for block in plain]
-        model = copy.deepcopy(plain)
-        weights = [block.base.weight for block in model]
-        assert all(type(w).__module__.startswith("torchao.") for w in weights), bits
-        with pytest.raises(
-            NotImplementedError, match=r"0\.base\.weight is a .* of torchao, .*use bitsandbytes' Linear4"
-        ):
-            mfsdp.fully_shard(model, units=[Block])
-        mfsdp.fully_shard(model, units=[Block], ignored_params=weights)
-        for each in (plain, model):
-            each(torch.ones(3, 128)).square().mean().backward()
-        assert model[0].base.weight is weights[0] and len(frozen) == 3
-        for name, p in plain.named_parameters():
-            assert p.grad is None or torch.equal(model.get_parameter(name).grad.full_tensor(), p.grad), (bits, name)
-
-
 def test_a_failure_half_way_is_undone(monkeypatch):
-    for kind in ("nested", "bf16 storage", "int8"):
+    for kind in ("nested", "bf16 storage", "int8", "torchao int8"):
         reference = blocks(kind)
         model = copy.deepcopy(reference)
         classes = [type(m) for m in model.modules()]
@@ -420,25 +408,28 @@ def test_a_failure_half_way_is_undone(monkeypatch):
             patch.setattr(mfsdp.sharding.shard.te_modules, "adapt", lambda *args: exec("raise MemoryError"))
             mfsdp.fully_shard(model, units=[Block])
         assert [type(m) for m in model.modules()] == classes
-        alike(model.state_dict(), reference.state_dict())
+        alike(parts(model.state_dict()), parts(reference.state_dict()))
         x = torch.randn(3, 128)
         assert torch.equal(model(x), reference(x))
         mfsdp.fully_shard(model, units=[Block])
-        alike(numbers(model), reference.state_dict())
+        alike(numbers(model), parts(reference.state_dict()))
 
 
-def test_originals_are_freed():
-    model = blocks("nested")
-    weight = model[0].base.weight
-    alive = [weakref.ref(t) for t in (weight, weight.quant_state, weight.quant_state.absmax)]
-    del weight
+@pytest.mark.parametrize("kind", ["nested", "torchao int8"])
+def test_originals_are_freed(kind):
+    model = blocks(kind)
+    weight: Any = model[0].base.weight
+    inside = (weight.qdata, weight.scale) if "torchao" in kind else (weight.quant_state, weight.quant_state.absmax)
+    alive = [weakref.ref(t) for t in (weight, *inside)]
+    del weight, inside
     mfsdp.fully_shard(model, units=[Block])
     gc.collect()
     assert not any(ref() is not None for ref in alive)
 
 
-def test_bytes_are_neither_cast_nor_trained():
-    model = mfsdp.fully_shard(blocks("nested", BF16), units=[Block], mp_policy=mfsdp.MixedPrecisionPolicy(None))
+@pytest.mark.parametrize("kind", ["nested", "torchao int8"])
+def test_bytes_are_neither_cast_nor_trained(kind):
+    model = mfsdp.fully_shard(blocks(kind, BF16), units=[Block], mp_policy=mfsdp.MixedPrecisionPolicy(None))
     before = numbers(model)
     for change in (lambda: model.to(BF16), lambda: model.bfloat16(), lambda: model.to("cpu")):
         change()
@@ -453,7 +444,7 @@ def test_bytes_are_neither_cast_nor_trained():
     alike({k: v for k, v in after.items() if "base" in k}, {k: v for k, v in before.items() if "base" in k})
     assert not torch.equal(after["0.up.weight"], before["0.up.weight"])
     with mfsdp.summon_full_params(model):
-        alike(dict(model.state_dict()), after)
+        alike(parts(model.state_dict()), after)
     for p in model.parameters():
         assert p.dtype in (torch.uint8, BF16) and (p.dtype is BF16) == p.requires_grad
 
@@ -483,7 +474,7 @@ def test_odd_sizes():
             value, state = quantize_4bit(torch.randn(shape), blocksize=size, compress_statistics=nested)
             layer = linear("nf4", shape[1], shape[0], F32)
             layer.weight.data, layer.weight.quant_state = value, state
-            form = (apart := bitsandbytes.take_apart("x", layer)).form
+            form = (apart := quantized.take_apart("x", layer)).form
             assert torch.equal(form.matrix(tuple(apart.values.values()), F32), dequantize_4bit(value, state))
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..config.patches import wrap
-from ..dtensor import bitsandbytes, load_count, parameter_names
+from ..dtensor import bitsandbytes, load_count, parameter_names, torchao
 from ..dtensor import transformer_engine as te
 from ..dtensor.shard_spec import ShardSpec
 from ..dtensor.sharded_dtensor import ShardedDTensor
@@ -47,7 +47,8 @@ def _teach_torch() -> None:
     """Wraps torch's functions, and restores original names below torch.compile's wrappers.
 
     Private in torch (``_distribute_tensors``, ``_broadcast_state_dict``, ``_distribute_state_dict``, ``_get_fqns``);
-    tried on 2.12 to 2.15, not on the others of 2.11 to 2.15.
+    tried on 2.12 to 2.15, not on the others of 2.11 to 2.15; ``_maybe_full_or_cpu_state_dict`` on 2.11,
+    2.13 and 2.15.
     """
     import torch.distributed._state_dict_utils as utils
     from torch.distributed.checkpoint import state_dict
@@ -56,6 +57,7 @@ def _teach_torch() -> None:
     wrap(utils, "_distribute_tensors", _keep_broadcast)
     wrap(state_dict, "_broadcast_state_dict", _keep_numbers)
     wrap(state_dict, "_distribute_state_dict", _keep_whole)
+    wrap(state_dict, "_maybe_full_or_cpu_state_dict", _in_one_piece)
     wrap(state_dict, "_get_fqns", _with_wrappers)
     wrap(DefaultLoadPlanner, "set_up_planner", _ready)
     wrap(DefaultLoadPlanner, "commit_tensor", _committed)
@@ -78,7 +80,8 @@ def _keep_broadcast(theirs: Callable[..., Any], local: StateDict, keys: list[str
 
 @torch.no_grad()
 def _keep_numbers(theirs: Callable[..., Any], full: StateDict, local: StateDict, *rest: Any, **more: Any) -> Any:
-    """Keeps scalar tensors sharded; torch returns them as plain tensors."""
+    """Keeps scalar tensors sharded; torch returns them as plain tensors. Torch cannot broadcast torchao's tensors."""
+    full = torchao.in_parts(full)
     ours = {key: mine for key, mine in local.items() if isinstance(mine, ShardedDTensor) and not mine.dim()}
     out = theirs(full, local, *rest, **more)
     for key, mine in ours.items():
@@ -99,6 +102,22 @@ def _keep_whole(theirs: Callable[..., Any], full: StateDict, local: StateDict, *
     for key, (mine, value) in ours.items():
         local[key] = mine.copy_(_fitting(key, mine, value))
     return theirs({k: v for k, v in full.items() if k not in ours}, local, *rest, **more)
+
+
+def _in_one_piece(theirs: Callable[..., StateDict], state: StateDict, info: Any) -> StateDict:
+    """Joins the parts of quantized weights that unsharded models have in one piece, if whole values are asked for."""
+    out = theirs(state, info)
+    layers: dict[str, tuple[Any, dict[str, str]]] = {}
+    for key in out if info.full_state_dict else ():
+        if (part := getattr(state[key], "_mfsdp_part", None)) is not None:
+            layers.setdefault(key.rpartition(".")[0], (part[1], {}))[1][part[0]] = key
+    joined: dict[str, tuple[str, torch.Tensor] | None] = {}
+    for path, (form, keys) in layers.items():
+        whole = form.whole({name: out[key] for name, key in keys.items()})
+        if whole is not None:
+            joined |= dict.fromkeys(keys.values()) | {keys["weight"]: (f"{path}.weight".removeprefix("."), whole)}
+    pairs = [joined.get(key, (key, value)) for key, value in out.items()]
+    return dict(pair for pair in pairs if pair is not None)
 
 
 def _keep_adapters(theirs: Callable[..., Any], model: nn.Module, state: StateDict) -> StateDict:

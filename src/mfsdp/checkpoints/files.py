@@ -88,8 +88,8 @@ def split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
-def write(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes one file as ``transformers`` expects it.
+def write(folder: Path, file: str, tensors: dict[str, torch.Tensor], more: Mapping[str, str] | None = None) -> None:
+    """Writes one file as ``transformers`` expects it, with ``more`` metadata.
 
     Raises:
         OSError: it could not be written.
@@ -98,7 +98,7 @@ def write(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+        save_file(tensors, folder / file, metadata={"format": "pt", **(more or {})})
     except SafetensorError as error:
         raise OSError(str(error)) from error
 

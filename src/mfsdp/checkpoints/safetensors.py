@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..buffers.flat_buffer import half_loaded, shared_over
-from ..dtensor import parameter_names
+from ..dtensor import parameter_names, torchao
 from ..runtime import devices, groups, sync_collectives
 from ..runtime.transport_registry import count_load
 from . import files
@@ -112,6 +112,7 @@ def save_safetensors(
     named = None if rename is None else lambda unit: [(rename(name), tensor) for name, tensor in unit.items()]
     stream = stream_weights(model, dtype, to=0, prefetch=0, convert=named)
     sizes = {name: math.prod(shape) * kept.itemsize for name, kept, shape in stream.metadata()}
+    about = _of_quantized(model, {name: shape for name, _, shape in stream.metadata()}, rename)
     plan = files.split(sizes, max_file_bytes)
     folder, first = Path(folder), _FirstRank()
     partial = folder / ".partial"
@@ -122,10 +123,10 @@ def save_safetensors(
     for name, tensor in stream:  # on the first rank; in the order of the plan
         first.tries(_keep, whole, name, tensor)
         if name in last:
-            first.tries(files.write, partial, last[name], whole)
+            first.tries(files.write, partial, last[name], whole, about)
             whole.clear()
     if not sizes:
-        first.tries(files.write, partial, next(iter(plan)), whole)
+        first.tries(files.write, partial, next(iter(plan)), whole, about)
     first.tries(files.write_index, partial, sizes, plan)
     first.tries(_save_config, model, partial, dtype)
     first.tries(files.publish, partial, folder)
@@ -133,6 +134,18 @@ def save_safetensors(
         shutil.rmtree(partial, ignore_errors=True)
         os.close(own)
     first.raise_everywhere(folder)
+
+
+def _of_quantized(
+    model: nn.Module, shapes: dict[str, tuple[int, ...]], rename: Callable[[str], str] | None
+) -> dict[str, str]:
+    """Returns what a file says of torchao's weights in it."""
+    forms = {}
+    for path, module in model.named_modules():
+        if (form := getattr(module, "_mfsdp_form", None)) is not None:
+            key = f"{parameter_names.original(path)}.{form.tensors[0][1].key}".removeprefix(".")
+            forms[(rename(key) if rename else key).rpartition(".")[0]] = form
+    return torchao.file_metadata(shapes, forms)
 
 
 def _keep(whole: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..buffers.flat_buffer import FlatBuffer, buffers_in
 from ..config.units import UnitSpec
 from ..dtensor import parameter_names
-from ..dtensor.bitsandbytes import Stored
+from ..dtensor.quantized_form import Stored
 from ..dtensor.tp_shards import TPShard
 from ..runtime import devices, execution, groups, sync_collectives
 from ..runtime.buffer_registry import unfinished

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..dtensor import bitsandbytes, parameter_names
+from ..dtensor import parameter_names, quantized
 from ..dtensor.sharded_dtensor import ShardedDTensor
 
 
@@ -17,11 +17,11 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     state = model.state_dict(keep_vars=True)
     parameter_names.restore(state)
     out = {n: t for n, t in state.items() if isinstance(t, torch.Tensor)}
-    quantized = {parameter_names.original(path) for path, m in model.named_modules() if bitsandbytes.linear(m)}
-    for name, tensor in out.items() if quantized else ():
+    layers = {parameter_names.original(path) for path, m in model.named_modules() if quantized.linear(m)}
+    for name, tensor in out.items() if layers else ():
         parts = name.split(".")
         above = (".".join(parts[:end]) for end in range(len(parts)))
-        if any(path in quantized and name != f"{path}.bias".removeprefix(".") for path in above):
+        if any(path in layers and name != f"{path}.bias".removeprefix(".") for path in above):
             tensor._mfsdp_exact = True  # type: ignore[attr-defined]
     return out
 
@@ -33,7 +33,7 @@ def refuse_unsharded_quantized(model: nn.Module, caller: str) -> None:
         NotImplementedError: names the layer.
     """
     for path, module in model.named_modules():
-        if bitsandbytes.linear(module) and not hasattr(module, "_mfsdp_form"):
+        if quantized.linear(module) and not hasattr(module, "_mfsdp_form"):
             raise NotImplementedError(
                 f"{caller}: {path or type(module).__name__} has a quantized weight that is not sharded. Load with "
                 "model.load_state_dict(), or shard the model first"

@@ -51,6 +51,9 @@ PATCHES: dict[str, Patch] = {
     "torch.distributed._state_dict_utils._distribute_tensors": _STATE_DICTS,
     "torch.distributed.checkpoint.state_dict._broadcast_state_dict": _STATE_DICTS,
     "torch.distributed.checkpoint.state_dict._distribute_state_dict": _STATE_DICTS,
+    "torch.distributed.checkpoint.state_dict._maybe_full_or_cpu_state_dict": Patch(
+        "unsharded models have torchao's weights in one piece", _SHARDED, "torch 2.11, 2.13, 2.15"
+    ),
     "torch.distributed.checkpoint.state_dict._get_fqns": Patch(
         "names of compiled wrappers are not the model's", _SHARDED, "torch 2.12 to 2.15"
     ),

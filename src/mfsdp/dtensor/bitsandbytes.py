@@ -14,7 +14,7 @@ import copy
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -22,6 +22,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from .quantized_form import Apart, Form, NoState, Stored
 
 _PACKAGE = "bitsandbytes."
 
@@ -38,9 +40,7 @@ def quantized(tensor: object) -> bool:
 
 
 def linear(module: nn.Module) -> bool:
-    """Returns whether it is a linear layer with a weight in 4 bits, or in 8 bits that does not train; also sharded."""
-    if hasattr(module, "_mfsdp_form"):
-        return True
+    """Returns whether it is a linear layer with a weight in 4 bits, or in 8 bits that does not train."""
     kind = _named(type(module), "Linear4bit", "Linear8bitLt")
     return kind == "Linear4bit" or (kind == "Linear8bitLt" and not cast(Any, module).state.has_fp16_weights)
 
@@ -70,52 +70,17 @@ def shared(module: Any) -> dict[int, object]:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor of a quantized weight: its name in the state dict (``""``: it has none), dtype and shape.
+class Blocks(Form):
+    """A weight of bitsandbytes."""
 
-    As a parameter of bytes it has the same rows: one more dimension, unless its elements are bytes.
-    """
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def byte_shape(self) -> tuple[int, ...]:
-        size = self.dtype.itemsize
-        return self.shape if size == 1 else (*(self.shape or (1,)), size)
-
-    def as_bytes(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns the bytes of a value, uint8 [*byte_shape], sharing its memory if it is contiguous."""
-        return value.detach().reshape(-1).view(torch.uint8).view(self.byte_shape)
-
-    def seen(self, raw: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that bytes are, sharing their memory."""
-        return raw.view(self.dtype).view(self.shape)
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a weight is quantized."""
-
-    kind: str
-    """``"nf4"``, ``"fp4"`` or ``"int8"``."""
-    shape: tuple[int, int]
-    """[outputs, inputs]."""
     blocksize: int
     """Elements per scale; 0: a row."""
     nested: int
     """Scales per scale of scales; 0: scales are float32."""
-    tensors: tuple[tuple[str, Stored], ...]
-    """By the names of the parameters of bytes that the module has instead of ``weight``, which is the first of them."""
 
     def matrix(self, raw: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns the matrix, [outputs, inputs] in ``dtype``, as bitsandbytes computes it: in float32, rounded once.
-
-        Args:
-            raw: the bytes, in the order of ``tensors``.
-        """
-        first, scales, *rest = (stored.seen(part) for (_, stored), part in zip(self.tensors, raw, strict=True))
+        """Returns the matrix, [outputs, inputs] in ``dtype``, as bitsandbytes computes it: in float32, rounded once."""
+        first, scales, *rest = self.seen(raw)
         if self.kind == "int8":
             return (first.float() * (scales * (1.0 / 127.0)).unsqueeze(1)).to(dtype)
         table, *nested = rest
@@ -126,6 +91,12 @@ class Form:
         whole = pairs[first.reshape(-1).view(torch.uint8).int()].view(-1)[: prod(self.shape)]
         return _by_block(whole, scales, self.blocksize).to(dtype).view(self.shape)
 
+    def from_state(self, state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+        if name != "weight_nested_offset":
+            return super().from_state(state, name)
+        offset = read_packed(self, state[f"weight.quant_state.bitsandbytes__{self.kind}"])
+        return torch.tensor(offset, device=state["weight"].device)
+
 
 def _by_block(values: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
     """Multiplies blocks of ``size`` values by their scales; the last block may be shorter."""
@@ -134,41 +105,25 @@ def _by_block(values: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Te
     return values * scales.repeat_interleave(size)[: values.numel()]
 
 
-@dataclass
-class Apart:
-    """A weight that has been taken apart."""
-
-    form: Form
-    values: dict[str, torch.Tensor]
-    """Its bytes, by name. Not copied."""
-    packed: dict[str, torch.Tensor]
-    """Other entries of the module's state dict, by key."""
-    back: Callable[[dict[str, torch.Tensor]], None]
-    """Gives the module a weight again, from bytes by name."""
+def replaced(module: Any) -> bool:
+    """Returns whether a class has replaced the forward of bitsandbytes' layer."""
+    kind: Any = next(b for b in type(module).__mro__ if b.__module__.startswith(_PACKAGE))
+    return type(module).forward is not kind.forward
 
 
 def take_apart(fqn: str, module: Any) -> Apart:
-    """Takes a linear layer's weight apart. Changes nothing.
+    """`mfsdp.dtensor.quantized.take_apart`, of a layer of bitsandbytes.
 
     Raises:
-        ValueError: the weight has values and is not quantized yet, trains, or is transposed.
-        NotImplementedError: the module's class replaces the layer's forward; nested blocks of an unknown size.
+        ValueError: the weight has values and is not quantized yet.
     """
-    kind: Any = next(b for b in type(module).__mro__ if b.__module__.startswith(_PACKAGE))
-    if type(module).forward is not kind.forward:
-        raise NotImplementedError(
-            f"fully_shard: {fqn} is a {type(module).__name__}, whose forward is not bitsandbytes' own and would read a "
-            "quantized weight that is sharded as bytes. Pass its weight in ignored_params"
-        )
-    weight = module.weight
-    if weight.requires_grad:
-        raise ValueError(f"fully_shard: {fqn}.weight is quantized and cannot train: call requires_grad_(False) on it")
-    found = _int8(fqn, module) if _named(type(module), "Linear8bitLt") else _four_bits(fqn, module)
-    if found.form.shape != (module.out_features, module.in_features):
-        raise ValueError(
-            f"fully_shard: {fqn}.weight was quantized as a matrix {list(found.form.shape)}, and the layer is "
-            f"[{module.out_features}, {module.in_features}]: quantize it again, from [out_features, in_features]"
-        )
+    eight = _named(type(module), "Linear8bitLt")
+    found = _int8(fqn, module) if eight else _four_bits(fqn, module)
+    keys = [stored.key.removeprefix("weight.") for _, stored in found.form.tensors if stored.key.startswith("weight.")]
+    known = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
+    found.attributes |= {name: getattr(module.weight, name) for name in known if hasattr(module.weight, name)}
+    found.attributes |= {**dict.fromkeys(keys), "quant_state": NoState()}
+    found.state |= {"state": NoState()} if eight else {"quant_state": None}
     return found
 
 
@@ -179,13 +134,9 @@ def _not_yet(fqn: str) -> ValueError:
     )
 
 
-def _form(kind: str, shape: Any, blocksize: int, nested: int, values: dict[str, torch.Tensor]) -> Form:
+def _form(kind: str, shape: Any, blocksize: int, nested: int, values: dict[str, torch.Tensor]) -> Blocks:
     stored = tuple((n, Stored(_KEYS.get(n, n), v.dtype, tuple(v.shape))) for n, v in values.items())
-    return Form(kind, (int(shape[0]), int(shape[1])), blocksize, nested, stored)
-
-
-def _raw(form: Form, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: stored.as_bytes(values[name]) for name, stored in form.tensors}
+    return Blocks(kind, (int(shape[0]), int(shape[1])), stored, blocksize, nested)
 
 
 _KEYS = {
@@ -199,7 +150,7 @@ _KEYS = {
 """Keys in the state dict, where they are not the names of the parameters of bytes."""
 
 
-def read_packed(form: Form, packed: torch.Tensor) -> float:
+def read_packed(form: Blocks, packed: torch.Tensor) -> float:
     """Returns the offset of nested scales, which the packed entry of a 4-bit weight's state dict holds; 0 without one.
 
     Raises:
@@ -224,7 +175,7 @@ def _four_bits(fqn: str, module: Any) -> Apart:
     if state is None:
         values, (shape, blocksize, nested) = _planned(weight)
         form = _form(weight.quant_type, shape, blocksize, nested, values)
-        return Apart(form, _raw(form, values), {}, _restore(module, weight, None, form))
+        return Apart(form, form.raw(values), _restore(module, weight, None, form))
     codes, state = _unpacked(weight.data, state)
     values = {"weight": codes, "weight_absmax": state.absmax, "weight_quant_map": state.code}
     if state.nested:
@@ -240,7 +191,7 @@ def _four_bits(fqn: str, module: Any) -> Apart:
         packed = {f"weight.{k}": v for k, v in state.as_dict(packed=True).items() if k.startswith("quant_state.")}
     if weight.is_meta:
         values = {name: value.to("meta") for name, value in values.items()}
-    return Apart(form, _raw(form, values), packed, _restore(module, weight, state, form))
+    return Apart(form, form.raw(values), _restore(module, weight, state, form), packed)
 
 
 def _planned(weight: Any) -> tuple[dict[str, torch.Tensor], tuple[Any, int, int]]:
@@ -340,4 +291,4 @@ def _int8(fqn: str, module: Any) -> Apart:
         vars(shell if whole else original).update(tensors)
         module._parameters["weight"], module.state = original, shell
 
-    return Apart(form, _raw(form, values), {"weight_format": torch.tensor(0, dtype=torch.uint8)}, back)
+    return Apart(form, form.raw(values), back, {"weight_format": torch.tensor(0, dtype=torch.uint8)})

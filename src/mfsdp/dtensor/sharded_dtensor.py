@@ -129,7 +129,9 @@ class ShardedDTensor(DTensor):
     _mfsdp_written: Written | None = None
     """What it views, if any."""
     _mfsdp_bytes: tuple[torch.Tensor, object] | None = None
-    """Of a part of a quantized weight: the parameter of bytes, and its ``bitsandbytes.Stored``."""
+    """Of a part of a quantized weight: the parameter of bytes, and its ``quantized_form.Stored``."""
+    _mfsdp_part: tuple[str, object] | None = None
+    """Of such a part: its parameter's name, and the weight's ``quantized_form.Form``."""
     _mfsdp_numbers: str = ""
     """Python numbers that it was computed with, outside of forward (`eager_autograd`)."""
 

@@ -18,8 +18,8 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from ..checkpoints.streams import Convert, stream_weights
-from ..dtensor import bitsandbytes as bnb
-from ..dtensor import parameter_names
+from ..dtensor import parameter_names, quantized
+from ..dtensor.quantized_form import Form
 
 Tensors = dict[str, torch.Tensor]
 
@@ -46,7 +46,7 @@ def merged(model: nn.Module, dtype: torch.dtype) -> Convert:
     for path, module in root.named_modules():
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             _check(path, module)
-        elif not bnb.linear(module):
+        elif not quantized.linear(module):
             continue
         layers[parameter_names.original(path)] = module
 
@@ -121,7 +121,7 @@ def _dense(module: Any, tensors: Tensors, dtype: torch.dtype) -> Tensors:
             )  # fmt: skip
             weight += Linear.get_delta_weight(whole, adapter)  # type: ignore[arg-type]
         return {**out, "weight": weight}
-    return _dequantized(module, tensors, dtype) if bnb.linear(module) else tensors
+    return _dequantized(module, tensors, dtype) if quantized.linear(module) else tensors
 
 
 def _below(path: str, tensors: Tensors) -> Tensors:
@@ -129,16 +129,9 @@ def _below(path: str, tensors: Tensors) -> Tensors:
 
 
 def _dequantized(module: Any, tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    form: bnb.Form = getattr(module, "_mfsdp_form", None) or bnb.take_apart("merged", module).form
+    form: Form = getattr(module, "_mfsdp_form", None) or quantized.take_apart("merged", module).form
     out = {"bias": tensors["bias"]} if "bias" in tensors else {}
-    if tensors["weight"].is_meta:
+    if form.from_state(tensors, "weight").is_meta:
         return {"weight": torch.empty(form.shape, dtype=dtype, device="meta"), **out}
-    raw = []
-    for name, stored in form.tensors:
-        if name == "weight_nested_offset":
-            packed = tensors[f"weight.quant_state.bitsandbytes__{form.kind}"]
-            value = torch.tensor(bnb.read_packed(form, packed), device=tensors["weight"].device)
-        else:
-            value = tensors[stored.key]
-        raw.append(stored.as_bytes(value))
-    return {"weight": form.matrix(tuple(raw), dtype), **out}
+    raw = form.raw({name: form.from_state(tensors, name) for name, _ in form.tensors})
+    return {"weight": form.matrix(tuple(raw.values()), dtype), **out}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..buffers.flat_buffer import UnitState, refs
-from ..dtensor import bitsandbytes, torchao
+from ..dtensor import bitsandbytes, quantized, torchao
 from ..dtensor import transformer_engine as te
 from ..dtensor.sharded_dtensor import carry_attributes
 from ..runtime import groups
@@ -108,7 +108,7 @@ def _copy_others(module: nn.Module, memo: dict[int, object]) -> None:
         if p is not None and not p.is_meta and name not in refs(module)
     }
     kept = [t for t in module.__dict__.values() if isinstance(t, torch.Tensor)]
-    if bitsandbytes.linear(module):
+    if quantized.linear(module):
         memo.update(bitsandbytes.shared(module))
     for tensor in [*module._parameters.values(), *module._buffers.values(), *kept]:
         if tensor is None or id(tensor) in memo:

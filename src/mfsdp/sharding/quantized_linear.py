@@ -1,10 +1,10 @@
-"""Linear layers with frozen quantized weights (bitsandbytes), which are sharded and gathered as bytes.
+"""Linear layers with frozen quantized weights (bitsandbytes, torchao), which are sharded and gathered as bytes.
 
-`fully_shard` makes a layer's weight, scales and tables parameters of bytes (`dtensor.bitsandbytes`), which get a flat
+`fully_shard` makes a layer's weight, scales and tables parameters of bytes (`dtensor.quantized`), which get a flat
 buffer of their own, in uint8. Forward makes the matrix of them, and backward makes it again from bytes that it gathers
 again: in compiled code `joint_graph.recompute_parameters` sees to that, as the matrix depends on parameters alone (the
-tables are parameters for that reason); uncompiled code saves the bytes. 8-bit layers compute with the weights'
-dequantized values too: activations are not quantized.
+tables are parameters for that reason); uncompiled code saves the bytes. bitsandbytes' 8-bit layers compute with the
+weights' dequantized values too: activations are not quantized.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ..buffers.flat_buffer import refs
 from ..dtensor import bitsandbytes as bnb
-from ..dtensor import load_count
+from ..dtensor import load_count, quantized
+from ..dtensor.quantized_form import Apart, Form, Stored
 from ..dtensor.shard_spec import ShardSpec
 from ..dtensor.sharded_dtensor import ShardedDTensor
 
 
 class QuantizedLinear(nn.Module):
-    """Base class of layers whose quantized weight is parameters of bytes, beside bitsandbytes' own class."""
+    """Base class of layers whose quantized weight is parameters of bytes, beside their own class."""
 
-    _mfsdp_form: bnb.Form
+    _mfsdp_form: Form
     _mfsdp_packed: dict[str, torch.Tensor]
     """Other entries of the state dict, by key."""
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    SCB = weight_format = None
-    """Entries of an 8-bit layer's state dict, which `torch.distributed.checkpoint` looks for as attributes."""
+    SCB = weight_format = _weight_qdata = _weight_scale = _weight_zero_point = None
+    """Entries of state dicts, which `torch.distributed.checkpoint` looks for as attributes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Args and result as of ``nn.Linear``; computes in ``compute_dtype`` of the layer, if it has one."""
@@ -45,16 +45,18 @@ class QuantizedLinear(nn.Module):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         raw = tuple(getattr(self, name) for name, _ in form.tensors)
         if torch.compiler.is_compiling():
-            return F.linear(x, form.matrix(raw, x.dtype), bias).to(given)
-        return _Linear.apply(x, bias, form, *raw).to(given)  # type: ignore[no-any-return, no-untyped-call]
+            out = form.linear(x, raw, bias)
+        else:
+            out = _Linear.apply(x, bias, form, *raw)  # type: ignore[no-untyped-call]
+        return out if x.dtype is given else out.to(given)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As of ``nn.Module``: an 8-bit layer's own looks for its whole weight."""
         return nn.Module.to(self, *args, **kwargs)
 
-    # State dicts, with bitsandbytes' names, dtypes and shapes
+    # State dicts, with the library's names, dtypes and shapes
 
-    def _mfsdp_seen(self, name: str, stored: bnb.Stored) -> torch.Tensor:
+    def _mfsdp_seen(self, name: str, stored: Stored) -> torch.Tensor:
         """One parameter of bytes as the tensor that it is, sharing memory."""
         param: Any = self._parameters[name]
         if not isinstance(param, ShardedDTensor):
@@ -67,12 +69,19 @@ class QuantizedLinear(nn.Module):
         )
         out._mfsdp_written = param._mfsdp_written
         out._mfsdp_bytes = param, stored
+        out._mfsdp_part = name, self._mfsdp_form
         return out
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         form = self._mfsdp_form
         bnb.note_packed(self, self._mfsdp_packed.values())
-        destination |= {prefix + s.key: self._mfsdp_seen(name, s) for name, s in form.tensors if s.key}
+        parts = {name: self._mfsdp_seen(name, s) for name, s in form.tensors if s.key}
+        summoned = not isinstance(parts["weight"], ShardedDTensor)
+        whole = form.whole(parts) if summoned else None
+        if whole is None:
+            destination |= {prefix + s.key: parts[name] for name, s in form.tensors if s.key}
+        else:
+            destination[f"{prefix}weight"] = whole
         destination |= {prefix + key: value for key, value in self._mfsdp_packed.items()}
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
@@ -80,15 +89,18 @@ class QuantizedLinear(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
+        state_dict, apart = self._mfsdp_form.taken_apart(state_dict, prefix)
         keys = {name: prefix + stored.key for name, stored in self._mfsdp_form.tensors if stored.key}
         ours = {*keys.values(), *(prefix + key for key in self._mfsdp_packed)}
-        others = {key: value for key, value in state_dict.items() if key not in ours}
+        ours_alone = {prefix + name for name in keys} - ours  # names of parameters, which are no entries
+        others = {key: value for key, value in state_dict.items() if key not in ours | ours_alone}
+        unexpected += [key for key in state_dict if strict and key in ours_alone]
         before = len(missing)
         nn.Module._load_from_state_dict(self, others, prefix, metadata, strict, missing, unexpected, errors)
         missing[before:] = [key for key in missing[before:] if key.removeprefix(prefix) not in self._mfsdp_keys]
         optional = f"{prefix}weight_format"  # bitsandbytes takes a state dict without it
         missing += [key for key in ours if strict and key not in state_dict and key != optional]
-        if wrong := self._mfsdp_wrong(state_dict, prefix):
+        if wrong := apart or self._mfsdp_wrong(state_dict, prefix):
             errors += wrong
             return
         with torch.no_grad():
@@ -126,7 +138,7 @@ class QuantizedLinear(nn.Module):
             )
         for key in (key for key in state_dict if key.startswith(f"{prefix}weight.quant_state.")):
             try:
-                bnb.read_packed(self._mfsdp_form, state_dict[key])
+                bnb.read_packed(cast(bnb.Blocks, self._mfsdp_form), state_dict[key])
             except ValueError as error:
                 wrong.append(f"{prefix}weight: {error}")
         return wrong
@@ -139,8 +151,9 @@ class QuantizedLinear(nn.Module):
         """
         for key, packed in self._mfsdp_packed.items():
             if key.startswith("weight.quant_state."):
-                offset, name = bnb.read_packed(self._mfsdp_form, packed), "weight_nested_offset"
-                if self._mfsdp_form.nested:
+                form, name = cast(bnb.Blocks, self._mfsdp_form), "weight_nested_offset"
+                offset = bnb.read_packed(form, packed)
+                if form.nested:
                     with torch.no_grad():
                         param: Any = self._parameters[name]
                         param.copy_(torch.tensor([[offset]], device=param.device).view(torch.uint8))
@@ -151,33 +164,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, form: bnb.Form, *raw: torch.Tensor
+        ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, form: Form, *raw: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(*raw)
         ctx.form = form
-        return F.linear(x, form.matrix(raw, x.dtype), bias)
+        return form.linear(x, raw, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, bias, *_ = ctx.needs_input_grad
         raw = ctx.saved_tensors
-        of_x = grad @ ctx.form.matrix(raw, grad.dtype) if x else None
+        of_x = ctx.form.input_grad(grad, raw) if x else None
         of_bias = grad.reshape(-1, grad.size(-1)).sum(0) if bias else None
         return of_x, of_bias, None, *(None for _ in raw)
-
-
-class _NoState:
-    """In the place of the state that peft and others dequantize a weight with: whole weights only."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("bitsandbytes__"):
-            return  # a key of the state dict, which torch.distributed.checkpoint looks for
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise NotImplementedError(
-            "mfsdp: this quantized weight is sharded, and cannot be dequantized, or merged with adapters, by one rank. "
-            "Save the adapters, load them with an unsharded model, and merge there"
-        )
 
 
 @functools.cache
@@ -191,21 +190,21 @@ def taken_apart(root: nn.Module, ignored: set[nn.Parameter]) -> Iterator[None]:
     """Gives quantized linear layers below ``root`` parameters of bytes; undone if what follows raises.
 
     Raises:
-        ValueError, NotImplementedError: a layer cannot be sharded (`bnb.take_apart`); nothing has changed then.
+        ValueError, NotImplementedError: a layer cannot be sharded (`quantized.take_apart`); nothing has changed then.
     """
     layers = [
         (fqn or "(root)", m)
         for fqn, m in root.named_modules()
-        if not isinstance(m, QuantizedLinear) and bnb.linear(m) and m.weight not in ignored
+        if not isinstance(m, QuantizedLinear) and quantized.linear(m) and m.weight not in ignored
     ]
     _read_by_adapters(root, {m for _, m in layers})
-    found = [(m, bnb.take_apart(fqn, m)) for fqn, m in layers]
+    found = [(m, quantized.take_apart(fqn, m)) for fqn, m in layers]
     params: dict[torch.Tensor, dict[str, nn.Parameter]] = {}  # tied layers share them
     for m, apart in found:
         weight: Any = m._parameters["weight"]
         if weight not in params:
             params[weight] = {n: nn.Parameter(v, requires_grad=False) for n, v in apart.values.items()}
-            _describe(params[weight]["weight"], apart.form, weight)
+            params[weight]["weight"].__dict__.update(apart.attributes)
         _change(m, apart, params[weight])
         apart.values.clear()
         del weight  # no variable may hold originals: they are freed one by one
@@ -222,7 +221,7 @@ def taken_apart(root: nn.Module, ignored: set[nn.Parameter]) -> Iterator[None]:
         raise
 
 
-def _change(module: nn.Module, apart: bnb.Apart, params: dict[str, nn.Parameter]) -> None:
+def _change(module: nn.Module, apart: Apart, params: dict[str, nn.Parameter]) -> None:
     bias = {"bias": module._parameters.pop("bias")} if "bias" in module._parameters else {}
     module._parameters.clear()
     module._parameters.update({**params, **bias})
@@ -233,18 +232,7 @@ def _change(module: nn.Module, apart: bnb.Apart, params: dict[str, nn.Parameter]
     own._mfsdp_packed = {key: value.clone() for key, value in apart.packed.items()}
     for value in own._mfsdp_packed.values():
         value._mfsdp_resizes = True  # the text of a number is as long as its digits (`load_safetensors`)
-    if apart.form.kind == "int8":
-        own.state = _NoState()
-    else:
-        own.quant_state = None
-
-
-def _describe(param: nn.Parameter, form: bnb.Form, weight: Any) -> None:
-    """Gives a weight of bytes the attributes that others look for."""
-    keys = [stored.key.removeprefix("weight.") for _, stored in form.tensors if stored.key.startswith("weight.")]
-    known = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
-    param.__dict__.update({name: getattr(weight, name) for name in known if hasattr(weight, name)})
-    param.__dict__.update(dict.fromkeys(keys), quant_state=_NoState())
+    own.__dict__.update(apart.state)
 
 
 def _read_by_adapters(root: nn.Module, layers: set[nn.Module]) -> None:

@@ -76,8 +76,8 @@ def fully_shard(
     model is restored; where originals were freed, new parameters get their values, or, if this rank holds only a part,
     an error asks to build the model again.
 
-    bitsandbytes' linear layers with frozen 4-bit or 8-bit weights become parameters of bytes, which are gathered as
-    bytes (`mfsdp.sharding.quantized_linear`).
+    Frozen weights of linear layers that bitsandbytes has quantized to 4 or 8 bits, or torchao (weight-only), become
+    parameters of bytes, which are gathered as bytes (`mfsdp.sharding.quantized_linear`).
 
     Args:
         module: the root, one unit of a larger model, or several modules that form one unit (a norm and the head after

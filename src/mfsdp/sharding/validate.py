@@ -97,13 +97,8 @@ def _plain(fqn: str, param: nn.Parameter) -> None:
         )
     if te.quantised(param) or torchao.wrapped(param):
         return
-    if type(param).__module__.startswith("torchao."):
-        raise NotImplementedError(
-            f"fully_shard: parameter {fqn} is a {type(param).__name__} of torchao, quantized, of which the flat buffer "
-            "would keep one plain tensor. For LoRA beside frozen quantized weights use bitsandbytes' Linear4bit or "
-            "Linear8bitLt, which are sharded as bytes, or pass the parameter in ignored_params: every rank keeps it "
-            "whole"
-        )
+    if why := torchao.refusal(param):
+        raise NotImplementedError(f"fully_shard: parameter {fqn} {why}")
     if not _trivial(type(param)) and not _fake(local) and (local is param or type(local) is not torch.Tensor):
         raise NotImplementedError(
             f"fully_shard: parameter {fqn} is a {type(param).__name__}, a tensor subclass, of which the flat buffer "

@@ -1,4 +1,4 @@
-"""Steps of one process, predicted and measured: ``python examples/bench/kernels.py``.
+"""Steps of one process, predicted and measured: ``python examples/bench/kernel_steps.py``.
 
 Compute alone, on this machine: with every kernel measured by itself (`mfsdp.cost_model.kernel_timings`), and with
 kernels estimated from what `mfsdp.measure` finds. Communication is for clock.py.
