@@ -84,7 +84,7 @@ def adapted(base: str, folder: str, eight: bool) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize("eight", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_trainer_trains_adapters_of_a_quantized_model(ranks, base, eight, tmp_path):
     from peft import PeftModel
 
