@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.helpers.scripts import printed
 
-ROOT = Path(__file__).parent.parent
-
-
 SIZE = ("--layers", "1", "--width", "32", "--length", "16", "--batch", "2", "--lr", "0.05")
-
-
-def run(*args: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "examples/curve/curve.py", *args],
-        cwd=ROOT, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.dist
@@ -34,7 +18,7 @@ def test_contenders_have_the_bits_of_the_unsharded_model(ranks, tmp_path):
     arguments = ("--out", str(tmp_path), *SIZE, "--steps", "6", "--only", chosen)
     told, _ = ranks.run(printed, "examples.curve.curve.worker", *arguments)
     assert "mfsdp, strategy 3, bf16: loss" in told
-    again = run(*arguments)
+    again = printed("examples.curve.curve.launch", *arguments)
     assert "loss" in again and ": loss" not in again, "what has been run is not run again"
     rows = {r["name"]: r for r in json.loads((tmp_path / "results.json").read_text())["rows"]}
     muon = ["unsharded, Muon", "mfsdp, strategy 3, Muon"]
