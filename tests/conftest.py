@@ -31,13 +31,15 @@ TELLING = ("test_gpu", "test_nccl", "test_fake_ranks", "test_te", "test_races", 
 
 
 LONGEST = (
-    "test_plan", "test_quantize", "test_transformers_parallel", "test_transformers_native", "test_accelerate",
-    "test_explain", "test_host", "test_lightning", "test_command", "test_step_prefetch", "test_tensor_parallel",
-    "test_overlapped", "test_together", "test_gone", "test_outlining", "test_subgraphs", "test_watchdog", "test_auto",
-    "test_planning_parallel", "test_unused", "test_stable_addresses", "test_evaluation", "test_expert_parallel",
-    "test_elastic", "test_demo", "test_curve", "test_warm_start", "test_saving", "test_strategies", "test_schedule",
-    "test_crash", "test_megatron_door", "test_written_rows", "test_checkpoint", "test_parity", "test_transport",
-    "test_cuda_models", "test_streams",
+    "test_captured_step", "test_pipelining", "test_plan", "test_quantize", "test_tensor_parallel", "test_quantized",
+    "test_step_prefetch", "test_lightning", "test_accelerate", "test_explain", "test_profile", "test_pass_properties",
+    "test_races", "test_transformers_native", "test_backend", "test_parallel_example", "test_expert_parallel",
+    "test_cuda_models", "test_crash", "test_host", "test_qlora", "test_operators", "test_elastic", "test_zero_grad",
+    "test_muon", "test_parity", "test_attention_masks", "test_transformers_parallel", "test_command", "test_overlapped",
+    "test_together", "test_gone", "test_outlining", "test_subgraphs", "test_watchdog", "test_auto",
+    "test_planning_parallel", "test_unused", "test_stable_addresses", "test_evaluation", "test_demo", "test_curve",
+    "test_warm_start", "test_saving", "test_strategies", "test_schedule", "test_megatron_door", "test_written_rows",
+    "test_checkpoint", "test_transport", "test_streams",
 )  # fmt: skip
 """Files that take longest, which begin first: of several workers none is left alone with one at the end."""
 
@@ -65,6 +67,15 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*SELDOM)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_a_file_leaves_behind() -> Iterator[None]:
+    """Goes with the file; what stays is not gone through again, or collections would take longer and longer."""
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
 
 
 def _ranks(world: int, start: str = "spawn") -> Iterator[object]:

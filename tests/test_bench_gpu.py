@@ -231,13 +231,12 @@ def test_all_train_the_same_model(two_ranks):
 @pytest.mark.slow
 @pytest.mark.dist
 def test_the_whole_of_it(tmp_path):
-    """A contender that runs in a process of its own, and one that needs a GPU."""
+    """A contender that runs in a process of its own."""
     pytest.importorskip("transformers")
-    found = raced(tmp_path, "--contenders", "mfsdp,megatron-v2", "--tiny", "--lowering", "eager", "--seq", "16",
+    found = raced(tmp_path, "--contenders", "mfsdp", "--tiny", "--lowering", "eager", "--seq", "16",
                   "--layers", "1", "--steps", "1", "--warmup", "0")  # fmt: skip
-    mfsdp, megatron = found["rows"]
+    (mfsdp,) = found["rows"]
     assert mfsdp["losses"][1] > 0, mfsdp
-    assert torch.cuda.is_available() or "failed" in megatron
     assert sys.executable and (tmp_path / "rows" / "llama-1b-1-mfsdp-0.0.log").exists()
 
 

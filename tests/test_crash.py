@@ -88,7 +88,7 @@ def injected(folder: Path, ways: list[str], points: int, stride: int) -> dict[st
 
 @pytest.mark.slow
 def test_killed_at_some_file_operations_and_in_the_middle_of_files(tmp_path):
-    for way, seen in injected(tmp_path, [*WAYS], 9, 8).items():
+    for way, seen in injected(tmp_path, [*WAYS], 5, 12).items():
         assert seen["operations"] > 1 and seen["bytes"] >= 1 and seen["losses"] == 0, (way, seen)
 
 

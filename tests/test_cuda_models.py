@@ -124,7 +124,7 @@ def test_shards_are_cast_once():
 
 @pytest.mark.parametrize(
     ("name", "world"),
-    [("llama", 8), pytest.param("qwen3", 8, marks=pytest.mark.exhaustive), ("gpt2", 8), ("gpt2", 1)],
+    [("llama", 8), *(pytest.param(n, 8, marks=pytest.mark.exhaustive) for n in ("qwen3", "gpt2")), ("gpt2", 1)],
 )
 def test_no_kernel_multiplies_by_one(name, world):
     """Scales of what is packed and accumulated are arguments, of which kernels leave out one (`test_zero_grad.py`)."""

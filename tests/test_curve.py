@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers.scripts import printed
 
-
-def run(out: Path, *args: str) -> str:
-    size = ("--layers", "1", "--width", "32", "--length", "16", "--batch", "2", "--lr", "0.05")
-    done = subprocess.run(
-        [sys.executable, "examples/curve/curve.py", "--out", str(out), *size, *args],
-        cwd=ROOT, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+SIZE = ("--layers", "1", "--width", "32", "--length", "16", "--batch", "2", "--lr", "0.05")
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_contenders_have_the_bits_of_the_unsharded_model(tmp_path):
+def test_contenders_have_the_bits_of_the_unsharded_model(ranks, tmp_path):
     chosen = "FSDP2;mfsdp, strategy 3, bf16;mfsdp, strategy 3, Muon"
-    assert "mfsdp, strategy 3, bf16: loss" in run(tmp_path, "--steps", "6", "--only", chosen)
+    arguments = ("--out", str(tmp_path), *SIZE, "--steps", "6", "--only", chosen)
+    told, _ = ranks.run(printed, "examples.curve.curve.worker", *arguments)
+    assert "mfsdp, strategy 3, bf16: loss" in told
+    again = printed("examples.curve.curve.launch", *arguments)
+    assert "loss" in again and ": loss" not in again, "what has been run is not run again"
     rows = {r["name"]: r for r in json.loads((tmp_path / "results.json").read_text())["rows"]}
     muon = ["unsharded, Muon", "mfsdp, strategy 3, Muon"]
     assert list(rows) == ["unsharded", "FSDP2", *muon, "unsharded, bf16", "FSDP2, bf16", "mfsdp, strategy 3, bf16"]
@@ -39,8 +31,6 @@ def test_contenders_have_the_bits_of_the_unsharded_model(tmp_path):
     assert rows["unsharded, bf16"]["first"] != rows["unsharded"]["first"]
     assert (tmp_path / "curve.png").stat().st_size > 10_000
     assert "| never |" in (tmp_path / "table.md").read_text()
-    again = run(tmp_path, "--steps", "6", "--only", chosen)
-    assert "loss" in again and ": loss" not in again, "what has been run is not run again"
 
 
 def test_a_difference_is_a_row_of_the_table():

@@ -78,11 +78,13 @@ def run(out: Path, *args: Any) -> str:
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.inductor
-def test_it_trains_on_two_processes(tmp_path):
-    out = run(tmp_path, "inductor", 6, "--processes", "2")
+@pytest.mark.parametrize(
+    "lowering", ["eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.exhaustive])]
+)
+def test_it_trains_on_two_processes(tmp_path, lowering):
+    out = run(tmp_path, lowering, 6, "--processes", "2")
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["processes"] == 2 and summary["steps"] == 6 and summary["lowering"] == "inductor"
+    assert summary["processes"] == 2 and summary["steps"] == 6 and summary["lowering"] == lowering
     first, last = summary["validation"][0][1], summary["validation"][-1][1]
     assert last < first < 6
     assert (tmp_path / "loss.png").stat().st_size > 5000 and len((tmp_path / "sample.txt").read_text()) >= 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -11,16 +10,14 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 import mfsdp
 from tests.helpers.ranks import Ranks
+from tests.helpers.scripts import printed
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -72,23 +69,10 @@ def ended(agent: subprocess.Popen[str]) -> tuple[str, dict[int, float]]:
     return text, losses_of(text)
 
 
-def run_script(out: Path) -> str:
-    """What the script prints; of a rank that has its process group already."""
-    from examples.elastic import train
-
-    arguments = ["train.py", "--out", str(out), "--steps", "40", "--every", "2", "--lowering", "eager"]
-    printed = io.StringIO()
-    with (
-        mock.patch.object(sys, "argv", arguments), redirect_stdout(printed),
-        mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT),
-    ):  # fmt: skip
-        train.main()
-    return printed.getvalue()
-
-
 @pytest.fixture
 def unstopped(two_fresh_ranks: Ranks, tmp_path: Path) -> dict[int, float]:
-    found = losses_of(two_fresh_ranks.run(run_script, tmp_path / "unstopped")[0])
+    arguments = ("--out", tmp_path / "unstopped", "--steps", 40, "--every", 2, "--lowering", "eager")
+    found = losses_of(two_fresh_ranks.run(printed, "examples.elastic.train.main", *arguments)[0])
     two_fresh_ranks.stop()
     assert len(found) == 20
     return found

@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, example, given, note, settings
 from torch import nn
 from torch._prims import rng_prims
 from torch.fx import Node
@@ -322,19 +322,24 @@ def holds(toy: Toy, several: list[dict[str, Any]]) -> None:
 
 
 settled = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-ten_options = st.lists(options, min_size=10, max_size=10)
+several_options = st.lists(options, min_size=20, max_size=20)
+DEFAULT = {
+    "prefetch": 1, "reduce_lag": 1, "max_unsharded": None, "pool": True, "keep_cast": True, "quantize": True,
+    "check_finite": False, "split_backward": False, "microbatches": 3,
+}  # fmt: skip
 
 
 @pytest.mark.slow
-@settings(max_examples=20, derandomize=True, **settled)
-@given(toys, ten_options)
+@settings(max_examples=10, derandomize=True, **settled)
+@given(toys, several_options)
+@example(Toy((Layer("scale", residual=True), Layer("mlp")), "hfsdp", "bf16 compute"), [DEFAULT])
 def test_every_prefix_gives_the_bits_of_the_unsharded_model(toy, several):
     holds(toy, several)
 
 
 @pytest.mark.exhaustive
 @settings(max_examples=200, **settled)
-@given(toys, ten_options)
+@given(toys, several_options)
 def test_the_same_on_other_toys(toy, several):
     holds(toy, several)
 

@@ -220,6 +220,10 @@ LIKE_PLAIN = ("far ahead, far behind", "on a side stream")
 """What has the values of `plain`."""
 
 
+ELSEWHERE = ("accumulated", "far ahead, far behind", "given up for uncompiled code")
+"""What other strategies run."""
+
+
 @cache
 def wanted(way: str, place: str, device: str) -> list[torch.Tensor]:
     """What is trained where nothing is late."""
@@ -232,9 +236,9 @@ def wanted(way: str, place: str, device: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("place", "way"),
     [
-        *(("optim_grads_params", way) for way in WAYS if way != "given up for uncompiled code"),
+        *(("optim_grads_params", way) for way in WAYS if way not in ELSEWHERE),
+        *(pytest.param("optim_grads_params", way, marks=pytest.mark.exhaustive) for way in ELSEWHERE),
         ("optim_grads", "given up for uncompiled code"),
-        pytest.param("optim_grads_params", "given up for uncompiled code", marks=pytest.mark.exhaustive),
         pytest.param("optim_grads", "launched ahead", marks=pytest.mark.exhaustive),
         pytest.param("optim_grads", "far ahead, far behind", marks=pytest.mark.exhaustive),
         pytest.param("optim_grads", "on a side stream", marks=pytest.mark.exhaustive),

@@ -55,7 +55,7 @@ def built(name: str) -> tuple[nn.Module, torch.Tensor, str]:
     units stay gathered.
     """
     if name != "llama":
-        model = GPT(width=192, layers=3 if name == "checkpointed" else 4, tied=False, recompute=name == "checkpointed")
+        model = GPT(width=192, layers=2 if name == "checkpointed" else 4, tied=False, recompute=name == "checkpointed")
         return model, torch.randint(31, (128, 8)), "Block"
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -62,7 +62,8 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
-            if not gc.get_freeze_count():  # most objects live on: the next collection does not scan them all
+            many = gc.get_count()[0] > 100_000  # to count frozen objects takes longer than to collect a few new ones
+            if many and not gc.get_freeze_count():  # most live on: the next collection does not scan them all
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
