@@ -333,6 +333,8 @@ DEFAULT = {
 @settings(max_examples=10, derandomize=True, **settled)
 @given(toys, several_options)
 @example(Toy((Layer("scale", residual=True), Layer("mlp")), "hfsdp", "bf16 compute"), [DEFAULT])
+@example(Toy((Layer("norm", residual=True, twice=True, away=True),)), [{**DEFAULT, "check_finite": True}])
+@example(Toy((Layer("linear", away=True), Layer("mlp"))), [{**DEFAULT, "check_finite": True}])
 def test_every_prefix_gives_the_bits_of_the_unsharded_model(toy, several):
     holds(toy, several)
 

@@ -235,9 +235,9 @@ def finished(p: Program) -> Iterator[Fault]:
             continue
         if source not in wait.args[1]:  # type: ignore[operator]
             yield wait, f"{source.name} may be gone before {node.name} has read it"
-        owner = base_of(source)
-        for writer in p.readers(owner):
-            if node < writer < wait and owner in map(base_of, mutates(writer)):
+        read = storage_of(source)
+        for writer in p.readers(base_of(source)):  # a check writes nothing, whatever its schema says
+            if node < writer < wait and writer.target is not ops.probe and read in map(storage_of, mutates(writer)):
                 yield writer, f"{source.name} is overwritten while {node.name} reads it"
 
 
