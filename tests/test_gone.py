@@ -109,7 +109,7 @@ def test_a_pool_goes_behind_its_static_buffer():
     """One that grows: on a GPU its memory stayed reserved otherwise."""
     static = static_buffers._make(CPU, "t9", 64)
     storage, seen = weakref.ref(static.storage), list[bool]()
-    pool = static_buffers._pools[CPU, "t9"] = Pool()  # type: ignore[assignment]
+    pool = static_buffers._pools[CPU, "t9", None] = Pool()  # type: ignore[assignment]
     weakref.finalize(pool, lambda: seen.append(storage() is None))
     del static, pool
     static_buffers._make(CPU, "t9", 128)

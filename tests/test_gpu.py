@@ -185,7 +185,7 @@ def test_static_buffers_lie_in_pools_of_their_own():
             step(run, ids)
         assert {name[0] for name in static_buffers.sizes()} == {"p", "g"} and not static_buffers.misses
         for key, static in static_buffers._slots.items():
-            segments, storage = static_buffers._pools[key].snapshot(), static.storage
+            segments, storage = static_buffers._pools[*key, None].snapshot(), static.storage
             inside = [s for s in segments if s["address"] <= storage.data_ptr() < s["address"] + s["total_size"]]
             assert len(inside) == 1, f"{key} is not in its pool: {segments}"
             assert inside[0]["allocated_size"] < storage.nbytes() + 512, "and nothing else is"
@@ -202,7 +202,7 @@ def test_a_static_buffer_that_grows_gives_its_memory_back():
         static_buffers.reserve({(gpu, "t9"): size})
         assert torch.cuda.memory_reserved() - before == size
     static_buffers.reset()
-    del static_buffers._pools[gpu, "t9"]
+    del static_buffers._pools[gpu, "t9", None]
     assert torch.cuda.memory_reserved() == before
 
 

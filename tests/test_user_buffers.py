@@ -75,6 +75,7 @@ def test_buffers_are_registered_once_with_each_group(log):
         "agree", "reduce", ("3 NCCL's", "reduce", False),
         "agree", "all", ("3 NCCL's", "all", False),
     ]  # fmt: skip
+    assert (GPU, "p0", None) not in static_buffers._pools, "the buffer from before is gone, and its pool"
     log.clear()
     UserBuffers({(GPU, "p0"): ("other", "gather")}).ready(run, rooms)
     assert log == ["agree", "other", ("2 NCCL's", "other", True)], "another model, over another group"

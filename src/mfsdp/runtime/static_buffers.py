@@ -229,7 +229,8 @@ def _of_stream(slot: str, device: torch.device) -> str:
 
 
 def _make(device: torch.device, slot: str, size: int, allocator: Allocator | None = None) -> StaticBuffer:
-    allocator = allocator or _drop(device, slot)  # the old and the new buffer never coexist
+    before = _drop(device, slot)  # the old and the new buffer never coexist
+    allocator = allocator or before
     with _pool(slot, device, allocator):
         memory = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
         static = _slots[device, slot] = StaticBuffer(memory, allocator)
