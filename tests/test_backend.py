@@ -23,6 +23,7 @@ from mfsdp import pipeline
 from mfsdp.compiler import backend, lowering
 from mfsdp.config.options import Options
 from mfsdp.runtime import kernels
+from tests.helpers.logs import logged
 from tests.helpers.models import CASES, GPT, MLP, Block
 from tests.helpers.parity import averaged, batches, error
 
@@ -77,6 +78,17 @@ def test_megatrons_defaults_change_nothing():
         Options.parse({"disable_symmetric_registration": None})
     with pytest.raises(ValueError, match="option cuda_graph: call mfsdp.capture_step"):
         Options.parse({"cuda_graph": "step"})
+
+
+def test_an_unsharded_model_beside_a_sharded_one(monkeypatch):
+    """Whose parameters are not gathered to find out which model it is."""
+    with mfsdp.fake_ranks(2):
+        other = mfsdp.fully_shard(MLP(), units=[nn.Linear])  # stays
+    torch._dynamo.reset()
+    monkeypatch.setattr(backend, "_warned_unsharded", False)
+    with logged() as told:
+        torch.compile(nn.Linear(2, 2), backend="mfsdp", options=EAGER)(torch.ones(2, 2))
+    assert any("the model is not sharded (one process, nothing to communicate)" in text for text in told), other
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ class _Compilation:
             self.pace = self.pace or OffloadTiming(machine, options.lowering != "eager")
             capture.decide = partial(memory_option.decide, options=options, inputs=inputs, machine=machine)
         if not capture.shards:
-            _warn_unsharded(capture, inputs)
+            only_tells("the note that the model is not sharded", None, _warn_unsharded, capture, inputs)
         self.number = next(_graphs)
         self.dumped: Dump | None = None
         if options.folder:

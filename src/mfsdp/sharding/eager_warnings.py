@@ -78,8 +78,9 @@ def warn_of_unsharded(leaves: Iterable[torch.Tensor]) -> None:
 
 def modules_with(params: set[nn.Parameter]) -> list[nn.Module]:
     """Returns all modules of the process that have one of the parameters, their own or one below."""
-    objects = gc.get_objects() if params else ()
-    return [m for m in objects if issubclass(type(m), nn.Module) and any(p in params for p in m.parameters())]
+    modules = [m for m in (gc.get_objects() if params else ()) if issubclass(type(m), nn.Module)]
+    # not parameters(), by which a sharded model would gather while Dynamo traces another
+    return [m for m in modules if any(p in params for sub in m.modules() for p in sub._parameters.values())]
 
 
 def _unsharded_in(module: nn.Module, plain: set[nn.Parameter]) -> list[str]:
