@@ -118,7 +118,7 @@ class Muon:
 def _rate(group: Group) -> Any:
     """The learning rate: a number, or a tensor without dimensions."""
     rate = group["lr"]
-    return rate.reshape(()) if isinstance(rate, torch.Tensor) else rate
+    return rate.reshape(()) if isinstance(rate, torch.Tensor) else float(rate)
 
 
 def orthogonal(
