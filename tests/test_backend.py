@@ -76,8 +76,16 @@ def test_megatrons_defaults_change_nothing():
     })  # fmt: skip
     with pytest.raises(ValueError, match="disable_symmetric_registration=None: choose True or False"):
         Options.parse({"disable_symmetric_registration": None})
-    with pytest.raises(ValueError, match="option cuda_graph: call mfsdp.capture_step"):
+
+
+def test_cuda_graphs_are_of_programs():
+    with pytest.raises(ValueError, match="option cuda_graph='step': choose 'programs' or None; call mfsdp.capture_ste"):
         Options.parse({"cuda_graph": "step"})
+    for other in ({"pool": False}, {"lowering": "eager"}, {"lowering": "whole"}):
+        with pytest.raises(ValueError, match="cuda_graph='programs': graphs replay subgraphs .* leave out pool="):
+            Options.parse({"cuda_graph": "programs", **other})
+    assert backend._with_mode(None, "reduce-overhead") == {"cuda_graph": "programs"}
+    assert backend._with_mode({"pool": True}, "default") == {"pool": True}
 
 
 def test_an_unsharded_model_beside_a_sharded_one(monkeypatch):
@@ -91,17 +99,10 @@ def test_an_unsharded_model_beside_a_sharded_one(monkeypatch):
     assert any("the model is not sharded (one process, nothing to communicate)" in text for text in told), other
 
 
-@pytest.mark.parametrize(
-    ("mode", "why"),
-    [
-        ("max-autotune", "mode='max-autotune'; use options="),
-        ("reduce-overhead", "mode='reduce-overhead'; use mfsdp.capture_step"),
-    ],
-)
-def test_modes_are_refused(mode, why):
+def test_modes_are_refused():
     torch._dynamo.reset()
-    run = torch.compile(MLP(), backend="mfsdp", mode=mode)
-    with pytest.raises(ValueError, match=why):
+    run = torch.compile(MLP(), backend="mfsdp", mode="max-autotune")
+    with pytest.raises(ValueError, match="mode='max-autotune'; use options=.*or mode='reduce-overhead'"):
         run(torch.randn(2, 24))
 
 

@@ -668,10 +668,11 @@ def test_cuda_graphs_are_made_as_torch_asks(monkeypatch):
     for name, value in fake.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(capturing.CudaGraph, "_pools", {})
-    made = [capturing.CudaGraph(torch.device("cuda", 0)) for _ in range(2)]
+    pools = (), (), (capturing.Pool((0, 2)),)
+    made = [capturing.CudaGraph(torch.device("cuda", 0), *pool) for pool in pools]
     stream: Any = SimpleNamespace(stream_id=7, device_index=0, device_type=1)
-    assert [each.record(lambda: "out", stream) for each in made] == ["out", "out"]
+    assert [each.record(lambda: "out", stream) for each in made] == ["out"] * 3
     made[0].replay()
     how = {"pool": (0, 1), "stream": 7, "capture_error_mode": "thread_local"}
-    assert calls == [((graph,), how)] * 2 + ["replay"] and made[0].nbytes == 100
+    assert calls == [((graph,), how)] * 2 + [((graph,), how | {"pool": (0, 2)}), "replay"] and made[0].nbytes == 100
     assert {"pool", "stream", "capture_error_mode"} <= set(inspect.signature(TORCH_GRAPH.__init__).parameters)

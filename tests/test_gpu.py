@@ -18,7 +18,7 @@ import mfsdp
 from mfsdp import pipeline
 from mfsdp.ir import byte_costs, ops
 from mfsdp.ir.program import Program
-from mfsdp.runtime import static_buffers, user_buffers
+from mfsdp.runtime import program_graphs, static_buffers, user_buffers
 from tests.helpers.models import GPT, Block, Lumpy
 from tests.helpers.parity import averaged, error
 from tests.helpers.ranks import Ranks
@@ -134,6 +134,24 @@ def test_captured_steps_have_the_bits_of_others(lowering):
     assert losses[0] == losses[1] and "17 replays" in call.describe(), call.describe()
     assert host < 2e-3
     call.reset()
+
+
+def test_captured_programs_have_the_bits_of_others():
+    """Each replayed subgraph, dropout included; the loop is the user's."""
+    losses: list[list[float]] = []
+    for mode in (None, "reduce-overhead"):
+        _, model, ids = pair()
+        run = torch.compile(model, backend="mfsdp", dynamic=False, mode=mode)
+        optimizer = mfsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses.append([])
+        for number in range(12):
+            torch.manual_seed(number)
+            losses[-1].append(step(run, (ids + number) % 31).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [graphs for graphs in program_graphs._all if graphs._captured]
+    assert losses[0] == losses[1] and len(found) == 2
+    assert all(2 * len(graphs._captured) > len(graphs.sites) for graphs in found)
 
 
 def test_memory_stops_growing():

@@ -271,8 +271,8 @@ def test_what_the_page_says_is_refused():
         mfsdp.fully_shard(MLP(), mp_policy=Theirs())
     with pytest.raises(ValueError, match="outer_strategy=1: choose one of"):
         mfsdp.fully_shard(MLP(), outer_strategy=1)
-    run = torch.compile(mfsdp.fully_shard(MLP()), backend="mfsdp", mode="reduce-overhead")
-    with pytest.raises(Exception, match="does not support mode='reduce-overhead'"):
+    run = torch.compile(mfsdp.fully_shard(MLP()), backend="mfsdp", mode="max-autotune")
+    with pytest.raises(Exception, match="does not support mode='max-autotune'"):
         run(torch.ones(1, 24))
 
 

@@ -355,7 +355,7 @@ PROVOKED: dict[str, Callable[[Path], object]] = {
     ),
     "resharding to a smaller group": lambda _: mfsdp.fully_shard(MLP(), reshard_after_forward=2),
     "does not know the option": lambda _: called({"polo": 1}),
-    "does not support mode=": lambda _: called(mode="reduce-overhead"),
+    "does not support mode=": lambda _: called(mode="max-autotune"),
     "does not support an activation memory budget": lambda _: budget(),
     "outside of a compiled graph": lambda _: one()(torch.ones(2, 24)),
     "is not supported on a tensor that is sharded unevenly": lambda _: next(one().parameters()).detach().sort(),

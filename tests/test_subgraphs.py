@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from mfsdp.ir.verifier import InvariantError
 from mfsdp.runtime.instrumentation import observed
 from tests.helpers.models import CASES, GPT, Block
 from tests.helpers.parity import batches, build, compiled, whole
+from tests.helpers.without_inductor import without_inductor
 
 
 @cache
@@ -158,23 +158,6 @@ class Odd(nn.Module):
             self.seen += x.detach().mean(0)
         self.before.copy_(before)
         return x.t(), x[1:], x.sum(), values.chunk(2, dim=1)[1], self.layers[0].weight
-
-
-@contextmanager
-def without_inductor() -> Iterator[None]:
-    """The same graphs, cut or not, their compute run by ATen."""
-    before = dict(lowering.LOWERINGS)
-    nothing: Callable[..., Any] = lowering._kernels
-    lowering.LOWERINGS["stitched"] = partial(lowering.inductor, compile=stitched.stitched(_never, nothing))
-    lowering.LOWERINGS["whole"] = partial(lowering.inductor, compile=nothing)
-    try:
-        yield
-    finally:
-        lowering.LOWERINGS.update(before)
-
-
-def _never(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("it could not be cut")
 
 
 def differences(names: list[str]) -> list[str]:

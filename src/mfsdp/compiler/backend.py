@@ -26,6 +26,7 @@ from ..dtensor import unsupported
 from ..ir import printer, saved_copies
 from ..ir.byte_costs import nbytes
 from ..ir.program import Phase, Program
+from ..ir.roles import Kind
 from ..ir.split_backward import split_backward
 from ..reports import dump
 from ..reports.dump import Dump
@@ -37,7 +38,7 @@ from .capture import Capture, path_of, sources, trains
 from .compile_cache import CachedProgram, cache_key
 from .lowering import CompiledFn, raising
 from .program_info import program_info
-from .stitched import Stitched
+from .stitched import RETURNED, Stitched
 
 log = logging.getLogger("mfsdp")
 
@@ -58,7 +59,7 @@ def mfsdp(
         gm: the graph that Dynamo traced.
         example_inputs: its inputs, real tensors.
         options: see `mfsdp.config.options.Options`.
-        mode: ``torch.compile``'s mode; only the default is supported.
+        mode: ``torch.compile``'s mode: the default, or ``"reduce-overhead"``, which is ``cuda_graph="programs"``.
 
     Raises:
         ValueError: bad options. The first call of the model raises this and the errors below.
@@ -66,8 +67,7 @@ def mfsdp(
         NotImplementedError: a trainable parameter is a DTensor that was not sharded.
     """
     try:
-        _refuse_modes(mode)
-        settings = _Settings.of(options, example_inputs)
+        settings = _Settings.of(_with_mode(options, mode), example_inputs)
         _refuse_memory_budget(gm)
         control_flow.hoist_parameters(gm)
         mutation_check.traced(gm, example_inputs)
@@ -170,6 +170,8 @@ class _Compilation:
         if self.dumped is not None and groups.rank() == 0:
             show = only_tells("files in dump=", None, self.dumped.add, program, stages)
         info, about = program_info(program, self.options), f"{program.title} of {program.name}"
+        if self.options.cuda_graph:
+            self._capture(program)
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
@@ -184,6 +186,16 @@ class _Compilation:
             return out
 
         return finish
+
+    def _capture(self, program: Program) -> None:
+        """Lets CUDA graphs replay the compute of a program, unless it copies activations to the host: the copies read
+        them beside compute, and a replay may overwrite them.
+        """
+        if program.find(Kind.OFFLOAD) or program.find(Kind.RELOAD):
+            why = "activations are copied to the host"
+            log.warning("mfsdp: option cuda_graph: %s of %s is not captured: %s", program.title, program.name, why)
+        else:
+            program.gm.meta[RETURNED] = program.returned
 
     def _run_passes(self, program: Program) -> pipeline.Stages:
         """Returns the results of the passes, with the schedule in the log."""
@@ -200,18 +212,20 @@ class _Compilation:
         return stages
 
 
-def _refuse_modes(mode: str | None) -> None:
-    """Refuses modes of ``torch.compile``.
+def _with_mode(options: Mapping[str, Any] | None, mode: str | None) -> Mapping[str, Any] | None:
+    """Returns the options, with what a mode of ``torch.compile`` means.
 
     Raises:
-        ValueError: the mode is not the default.
+        ValueError: the mode is not supported.
     """
     if mode in (None, "default"):
-        return
-    instead = (
-        "mfsdp.capture_step, which makes a whole step one CUDA graph" if mode == "reduce-overhead" else "options={...}"
+        return options
+    if mode == "reduce-overhead":
+        return {"cuda_graph": "programs", **(options or {})}
+    raise ValueError(
+        f"backend 'mfsdp' does not support mode={mode!r}; use options={{...}}, or mode='reduce-overhead' for CUDA "
+        "graphs"
     )
-    raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}; use {instead}")
 
 
 def _following(plan: Plan | None, chosen: Options, given: Mapping[str, Any] | None) -> Options:

@@ -98,7 +98,7 @@ class CachedProgram:
         code, state = self.code, {"info": self.info, "about": self.about, "decided": self.decided}
         if isinstance(code, Stitched):
             frozen = dict(zip(code.bodies, map(_frozen, self._bodies), strict=True))
-            return {"code": (code.driver, frozen, code.dying, code.constants), **state}
+            return {"code": (code.driver, frozen, code.dying, code.constants, code.graphs.sites), **state}
         return {"code": _frozen(self._bodies[0]), **state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

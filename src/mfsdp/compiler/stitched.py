@@ -21,11 +21,12 @@ from torch._guards import TracingContext
 from torch.fx import Node
 
 from ..ir import ops
-from ..ir.program import STORAGE, is_element
+from ..ir.program import INPUT, STORAGE, is_element, mutates
 from ..ir.roles import Kind, is_kind, role
 from ..runtime import execution, kernels
+from ..runtime.program_graphs import ProgramGraphs, Site
 from .compile_workers import handed_out
-from .subgraphs import CannotSplit, Step, Subgraph, is_view, reads, split
+from .subgraphs import CannotSplit, Step, Subgraph, base, is_view, reads, scheduled, split
 
 log = logging.getLogger("mfsdp")
 
@@ -34,6 +35,11 @@ Body = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 Compile = Callable[..., Any]
 """``compile_fx_inner``, or a replacement."""
+
+RETURNED = "mfsdp_returned"
+"""``gm.meta`` key of programs that CUDA graphs replay: how many results of forward the caller gets, the first ones;
+``None``: all results.
+"""
 
 
 class Stitched:
@@ -44,6 +50,7 @@ class Stitched:
         bodies: the compiled kinds of subgraphs, by name.
         dying: by name, the indices of inputs that a body may overwrite.
         constants: other values that the driver reads.
+        sites: calls of bodies that CUDA graphs may replay, by number (Note [Captured programs]).
     """
 
     _boxed_call = True
@@ -54,8 +61,10 @@ class Stitched:
         bodies: Mapping[str, Body],
         dying: Mapping[str, Sequence[int]],
         constants: Mapping[str, torch.Tensor],
+        sites: Mapping[int, Site] | None = None,
     ):
         self.driver, self.bodies, self.dying, self.constants = driver, bodies, dying, constants
+        self.graphs = ProgramGraphs(sites or {})
         self._names: dict[str, Any] = {"torch": torch, "Current": execution.current, **constants}
         self._names |= {"Plain": kernels, "Shown": kernels.SHOWN}
         self._names |= {name: partial(self._first, name) for name in bodies}
@@ -63,7 +72,7 @@ class Stitched:
         self._call = self._names["call"]
 
     def __call__(self, args: list[Any]) -> Any:
-        return self._call(args)
+        return self.graphs.run(self._call, args) if self.graphs.sites else self._call(args)
 
     def _first(self, name: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
         """Runs a body for the first time, and ensures that its results own their storages: a compiler may compute one
@@ -112,6 +121,8 @@ def stitched(whole: Compile, each: Compile) -> Compile:
             steps = split(gm, _donated(gm))
         except CannotSplit as why:
             log.info("mfsdp: compiled as one graph, not in stretches: %s", why)
+            if RETURNED in gm.meta:
+                log.warning("mfsdp: option cuda_graph: a program is not captured: %s", why)
             return whole(gm, example, **kwargs)
         bodies: dict[str, Body] = {}
         kinds: dict[Hashable, str] = {}
@@ -126,17 +137,56 @@ def stitched(whole: Compile, each: Compile) -> Compile:
         _report_strides(gm)
         constants = {_text(n): getattr(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
         log.debug("mfsdp: %d stretches of %d kinds", len(names), len(kinds))
-        return Stitched(driver(gm.graph, steps, names), bodies, dying, constants)
+        found = sites(gm, steps, bool(kwargs.get("is_backward"))) if RETURNED in gm.meta else {}
+        text = driver(gm.graph, steps, names, {subgraph: number for number, subgraph in enumerate(found)})
+        return Stitched(text, bodies, dying, constants, dict(enumerate(found.values())))
 
     return compile
 
 
-def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Subgraph, str]) -> str:
-    """Returns the text of a driver. ``names``: names of the subgraphs' bodies.
+def sites(gm: fx.GraphModule, steps: Sequence[Step], backward: bool) -> dict[Subgraph, Site]:
+    """Returns what CUDA graphs have to know of the subgraphs that they replay."""
+    results: Any = gm.graph.output_node().args[0]
+    nodes = [(at, base(n)) for at, n in enumerate(results) if isinstance(n, Node)]
+    leaving = {n for at, n in nodes if gm.meta[RETURNED] is None or at < gm.meta[RETURNED]}
+    leaving |= {base(n) for step in gm.graph.nodes if _may_keep(step) for n in step.all_input_nodes}
+    saved = {n for _, n in nodes} - leaving
+    found: dict[Subgraph, Site] = {}
+    for subgraph in (step for step in steps if isinstance(step, Subgraph)):
+        written = {base(m) for n in subgraph.nodes for m in mutates(n)}
+        movable = {i for i, n in enumerate(subgraph.inputs) if n not in written and _movable(n, backward)}
+        places = list(enumerate(subgraph.outputs))
+        found[subgraph] = Site({i for i, n in places if n in saved}, {i for i, n in places if n in leaving}, movable)
+    return found
+
+
+def _may_keep(node: Node) -> bool:
+    """Returns whether an operation of the schedule may keep what it reads longer than the program."""
+    return scheduled(node) and not is_element(node) and node.target not in _ONLY_READ
+
+
+_ONLY_READ = (ops.all_gather, ops.bucket, ops.reduce_scatter, ops.all_reduce, ops.wait, ops.collective)
+
+
+def _movable(node: Node, backward: bool) -> bool:
+    """Returns whether a subgraph may read a copy of a value: it is no shard, no buffer of parameters or gradients, and
+    not saved by forward.
+    """
+    if node.op == "placeholder":
+        return role(node) is None and (not backward or INPUT in node.meta or node.name.startswith("tangents"))
+    return node.op == "call_function" and (not scheduled(node) or node.target is ops.collective)
+
+
+def driver(
+    graph: fx.Graph, steps: Sequence[Step], names: Mapping[Subgraph, str], sites: Mapping[Subgraph, int] | None = None
+) -> str:
+    """Returns the text of a driver. ``names``: names of the subgraphs' bodies. ``sites``: numbers of the subgraphs that
+    it calls through its second argument, ``Graphs``.
 
     Before every operation that can be shown, the text sets the operation's number in the program (Note [Names]). Names
     that are not values begin with a capital.
     """
+    sites = sites or {}
     inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
     last: dict[Node, Step | None] = {}
     for step in steps:
@@ -154,14 +204,15 @@ def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Subgraph, str]
             assigned = f"{_listed(step.outputs)} = " if step.outputs else ""
             inside = [number[n] for n in step.nodes if n in number]
             lines += [f"Run.at = {inside[0] - 1}"] if inside else []
-            lines += [f"Given = [{', '.join(map(_text, step.inputs))}]", *drop, f"{assigned}{names[step]}(Given)"]
+            call = f"Graphs({sites[step]}, {names[step]}, Given)" if step in sites else f"{names[step]}(Given)"
+            lines += [f"Given = [{', '.join(map(_text, step.inputs))}]", *drop, f"{assigned}{call}"]
             unread = [n.name for n in step.outputs if n not in last]
         else:
             lines += [_called(step, number.get(step)), *drop]
             unread = [step.name] if step not in last and _has_result(step) else []
         lines += [f"del {', '.join(unread)}"] if unread else []
     body = "\n".join(f"    {line}" for line in [*lines, f"return {_text(tuple(output.args[0]))}"])  # type: ignore[arg-type]
-    return f"def call(Args):\n{body}\n"
+    return f"def call(Args{', Graphs' if sites else ''}):\n{body}\n"
 
 
 def _called(node: Node, number: int | None) -> str:

@@ -214,6 +214,9 @@ class Options:
     lowering: str = "inductor"
     """``"inductor"`` is ``"stitched"``: Inductor compiles each kind of subgraph of compute once, and a driver runs the
     schedule. ``"whole"``: one Inductor graph per program. ``"eager"``: ATen kernels one by one, the reference."""
+    cuda_graph: str | None = None
+    """``"programs"``: CUDA graphs replay the compute of forward and backward (`mfsdp.runtime.program_graphs`), as
+    ``mode="reduce-overhead"`` does. Has not run on a GPU. A whole step: `mfsdp.capture_step`."""
     check: bool = True
     """Whether the verifier runs after every pass, and Inductor's code is compared with the listing."""
     patience: float | None = 120.0
@@ -243,10 +246,6 @@ class Options:
         given = dict(options or {})
         valid = {f.name: f.default for f in fields(cls)}
         unknown = sorted(set(given) - set(valid))
-        if "cuda_graph" in unknown:
-            raise ValueError(
-                "option cuda_graph: call mfsdp.capture_step(step, model, optimizer), which knows the whole step"
-            )
         if unknown:
             raise ValueError(
                 f"backend 'mfsdp' does not know the option {', '.join(map(repr, unknown))}; valid options are "
@@ -272,6 +271,17 @@ class Options:
             value = getattr(out, name)
             if not isinstance(value, bool):
                 raise ValueError(f"option {name}={value!r}: choose True or False")
+        if out.cuda_graph not in (None, "programs"):
+            step = "; call mfsdp.capture_step(step, model, optimizer), which knows the whole step"
+            raise ValueError(
+                f"option cuda_graph={out.cuda_graph!r}: choose 'programs' or None"
+                + (step if out.cuda_graph == "step" else "")
+            )
+        if out.cuda_graph and (not out.pool or out.lowering not in ("inductor", "stitched")):
+            raise ValueError(
+                "option cuda_graph='programs': graphs replay subgraphs that Inductor has compiled, at the addresses of "
+                f"static buffers; leave out pool={out.pool} and lowering={out.lowering!r}"
+            )
         if out.nccl_ub and not out.pool:
             raise ValueError("option nccl_ub=True: NCCL registers static buffers; leave pool=False out")
         if out.patience is not None and (

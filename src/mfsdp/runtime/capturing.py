@@ -1,4 +1,5 @@
-"""Records the device work of a whole training step, to launch it again at once (`optim.captured_step`).
+"""Records device work, to launch it again at once: of a whole training step (`optim.captured_step`), or of compute in
+programs (`program_graphs`).
 
 While a step is recorded, its Python runs and the device does nothing. So nothing in it may wait for the device, and
 what ranks tell each other before each program is told once, before the recording and before every replay.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -29,26 +31,35 @@ class Graph(Protocol):
         """Launches on the current stream what was recorded."""
 
 
+@dataclass
+class Pool:
+    """A memory pool that graphs share."""
+
+    handle: Any = None
+
+
 class CudaGraph:
     """A CUDA graph. Has not run on a GPU yet; written after torch 2.13.
 
-    All graphs of a device share one memory pool: nothing in it outlives a replay. Collectives of NCCL are recorded like
-    kernels; its watchdog and autograd's device threads go on, so only this thread's calls are restricted.
+    All captured steps of a device share one memory pool: nothing in it outlives a replay. Collectives of NCCL are
+    recorded like kernels; its watchdog and autograd's device threads go on, so only this thread's calls are restricted.
     """
 
-    _pools: ClassVar[dict[torch.device, Any]] = {}
+    _pools: ClassVar[dict[torch.device, Pool]] = {}
+    """Of captured steps."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, pool: Pool | None = None):
         self._device, self._graph, self.nbytes = device, torch.cuda.CUDAGraph(), 0
+        self._pool = pool or self._pools.setdefault(device, Pool())
 
     def record(self, work: Callable[[], T], stream: torch.Stream | None) -> T:
         assert stream is not None
         names = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
         here = torch.cuda.Stream(**names)
-        pool = self._pools.setdefault(self._device, torch.cuda.graph_pool_handle())
+        self._pool.handle = self._pool.handle or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
-        with torch.cuda.graph(self._graph, pool=pool, stream=here, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=self._pool.handle, stream=here, capture_error_mode="thread_local"):
             out = work()
         self.nbytes = max(0, torch.cuda.memory_reserved(self._device) - before)
         return out
@@ -57,7 +68,7 @@ class CudaGraph:
         self._graph.replay()
 
 
-GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
+GRAPHS: dict[str, Callable[..., Graph]] = {"cuda": CudaGraph}
 """What records, by device type."""
 
 
