@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...buffers.flat_buffer import FlatBuffer
 from ...buffers.norms import check_finite
+from ...dtensor.optimizer_hooks import buffers_of
 from ...optim import flat_optimizer
 from ...sharding.module import FSDPModule
 
@@ -42,7 +43,7 @@ def remember(root: FSDPModule, *, decoupled: bool = False, ahead: bool = True, f
 
 
 def _settings(optimizer: Optimizer) -> _Settings:
-    owners = _buffers(optimizer) if isinstance(optimizer, Optimizer) else []
+    owners = buffers_of(optimizer) if isinstance(optimizer, Optimizer) else []
     found = _SETTINGS.get(owners[0].unit.outermost) if owners else None
     return found or _Settings()
 
@@ -120,7 +121,7 @@ def _subclass(flat: type[Optimizer]) -> type[Optimizer]:
 
         def checked() -> Any:
             loss = None if closure is None else closure()
-            complete(_buffers(self))
+            complete(buffers_of(self))
             if (model := _settings(self).finite()) is not None:
                 check_finite(model)
             return loss
@@ -149,7 +150,7 @@ def _subclass(flat: type[Optimizer]) -> type[Optimizer]:
             UserWarning: before the first step, and gradients are there: it has no state.
         """
         gradients = any(p.grad is not None for group in self.param_groups for p in group["params"])
-        if not self.state and not gradients and not any(b.gradients.holds for b in _buffers(self)):
+        if not self.state and not gradients and not any(b.gradients.holds for b in buffers_of(self)):
             return _with_zeros(self, base)
         if not self.state:
             warnings.warn(
@@ -198,12 +199,6 @@ def _nothing(group: dict[str, Any]) -> dict[str, Any]:
     """Zeros for the settings of a group that move weights without a gradient, or state."""
     kept = {name: group[name] for name in ("lr", "weight_decay") if name in group}
     return {n: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0.0 for n, v in kept.items()}
-
-
-def _buffers(optimizer: Optimizer) -> list[FlatBuffer]:
-    """Returns the flat buffers of the parameters that an optimizer steps."""
-    owners = (getattr(p, "_mfsdp_owner", None) for group in optimizer.param_groups for p in group["params"])
-    return [owner for owner in dict.fromkeys(owners) if owner is not None]
 
 
 def refuse(optimizer: Optimizer, strange: torch.Tensor | None) -> NoReturn:
