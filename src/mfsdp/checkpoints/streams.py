@@ -247,9 +247,6 @@ class WeightStream:
     def _places(self, buffers: list[FlatBuffer]) -> dict[FlatBuffer, _Places]:
         """Returns which ranks take each buffer. If only some do, ranks tell each other: on meshes of several axes a
         rank does not know what others of its group need.
-
-        Raises:
-            ValueError: none of the ranks that hold a buffer takes it.
         """
         if self.to is None:
             return dict.fromkeys(buffers, _Places())
