@@ -383,11 +383,7 @@ def _rebuilt(
     requires_grad: bool,
     piece: TPShard | None = None,
 ) -> ShardedDTensor:
-    """Unpickles rows, without a model.
-
-    Raises:
-        RuntimeError: another rank, or another number of ranks, wrote them.
-    """
+    """Unpickles rows, without a model."""
     here = (groups.rank(), groups.world())
     if written is not None and groups.initialized() and here != written:
         raise RuntimeError(

@@ -198,12 +198,7 @@ class _Arguments:
     def of(
         strategy: str | int, outer_strategy: str, mp_policy: fsdp2_api.Policy, reshard: bool | None, plan: Plan | None
     ) -> _Arguments:
-        """Checks and converts arguments of `fully_shard`.
-
-        Raises:
-            ValueError: one is bad, or two contradict each other.
-            NotImplementedError: one of FSDP2's is not supported.
-        """
+        """Checks and converts arguments of `fully_shard`."""
         name = strategy_name(strategy)
         if outer_strategy not in OUTER:
             raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {OUTER}")
@@ -412,11 +407,7 @@ def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], planned: Sequen
 
 
 def _outermost(first: nn.Module, root: nn.Module, how: _Arguments, found: Axes, ranks: int, units: int) -> Outermost:
-    """Describes the model to its units.
-
-    Raises:
-        ValueError: the plan was made for another model, or for another sharding.
-    """
+    """Describes the model to its units, after checking that the plan was made for it and its sharding."""
     sharding = {
         "strategy": how.strategy, "outer_strategy": how.outer_strategy, "mp_policy": str(how.policy),
         "mesh": " x ".join(map(str, found.grid().shape)), "units": units,
