@@ -141,7 +141,6 @@ def fully_shard(
     fsdp2_api.no_offload(offload_policy, shard_placement_fn)
     given = _modules(module, units)
     root = given[0] if len(given) == 1 else nn.ModuleList(given)
-    validate.not_by_torch(root)
     validate.at_rest(root)
     no_optimizer(root)
     auto, ignored = isinstance(units, str) and units == "auto", set(ignored_params or ())
