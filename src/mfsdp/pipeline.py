@@ -299,8 +299,6 @@ class _Listed:
         """Lines of the program, and the listing's text of them."""
 
     def after(self, name: str, program: Program, changed: bool = True) -> str:
-        """Returns the listing after a pass."""
-
         def rendered() -> str:
             known, before = None if changed else self._known, self._before
             self._known = self._before = None

@@ -191,7 +191,6 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         self.setup_precision_plugin()
 
     def _policy(self) -> MixedPrecisionPolicy | None:
-        """Returns the policy for the Trainer's precision."""
         precision = self.precision_plugin.precision
         if precision not in POLICIES:
             raise ValueError(f"strategy 'mfsdp': precision={precision!r}: choose one of {', '.join(POLICIES)}")
@@ -218,7 +217,6 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
     # Checkpoints
 
     def _refuse_io(self, io: object) -> None:
-        """Refuses checkpoint plugins."""
         raise ValueError(
             f"strategy 'mfsdp' writes checkpoints itself, and {type(io).__name__} would not be asked: leave out the "
             "plugin"
@@ -366,7 +364,6 @@ def _stem(key: str, names: Mapping[str, object]) -> str:
 
 
 def _agreed(model: Iterable[str], saved: Iterable[str], strict: bool) -> list[str]:
-    """Returns the names that both have."""
     model, saved = dict.fromkeys(model), dict.fromkeys(saved)
     missing, unexpected = [n for n in model if n not in saved], [n for n in saved if n not in model]
     if strict and (missing or unexpected):

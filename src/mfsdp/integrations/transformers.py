@@ -161,17 +161,11 @@ class _Rows:
     def shard_tensor(
         self, source: Any, tensor_idx: int | None = None, device: Device = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor | None:
-        """Returns this rank's part of a tensor in a file.
+        """Returns this rank's elements, 1-D, of a tensor in a file, or of a slice of it, which is read when indexed.
 
-        Args:
-            source: the tensor, or a slice of a safetensors file, which is read when indexed.
-            tensor_idx: its number among those that are joined, or split, to parameters; ``None``: it is the parameter.
-            device, dtype: of the result.
-
-        Returns:
-            This rank's elements, 1-D. If the tensor is joined or split: all of it; but ``None`` if it becomes a part of
-            dimension 0 of which this rank holds nothing. If the parameter has another shape: a meta tensor of the
-            file's shape.
+        With ``tensor_idx``, its number among those that are joined, or split, to parameters: all of it; but ``None`` if
+        it becomes a part of dimension 0 of which this rank holds nothing. If the parameter has another shape: a meta
+        tensor of the file's.
         """
         shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         if tensor_idx is not None:

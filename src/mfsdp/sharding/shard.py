@@ -214,17 +214,8 @@ class _Arguments:
 
 
 class _Call:
-    """One call of `fully_shard`. Making it plans the buffers of all units, and finds the ranks that have to do with
-    them; it changes no module. `commit` and `finish` do.
-
-    Args:
-        given: the given modules.
-        root: the given module, or a list of the several that are given.
-        optional: modules whose units ranks may skip.
-        mesh: the given mesh.
-
-    Raises:
-        ValueError: the plan was made for another model; axes of the mesh do not go together.
+    """One call of `fully_shard`, on a module or a list of several (``root``). Making it plans the buffers of all units,
+    finds the ranks that have to do with them, and changes no module; `commit` and `finish` do.
     """
 
     def __init__(
@@ -297,11 +288,7 @@ class _Call:
         return list(dict.fromkeys([*self.groups, *self.placement.beside, *cut]))
 
     def commit(self, synced: Sequence[str], rollback: Rollback) -> None:
-        """Moves values into flat buffers, then gives modules their new classes.
-
-        Args:
-            synced: names of groups whose first rank's values are taken.
-        """
+        """Moves values, of the first rank of ``synced`` groups, into flat buffers; then gives modules new classes."""
         policy, reshard = self.how.policy, self.how.reshard
         states = [UnitState(unit.fqn, self.outermost, policy) for unit in self.planned]
         for unit, state in zip(self.planned, states, strict=True):

@@ -73,7 +73,6 @@ class MegatronFSDP(nn.Module):
         self._begin(module, Arguments(**{**said, **mesh, **arguments}))
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
-        """Shards and compiles the module."""
         if not isinstance(module, nn.Module):
             raise TypeError(f"fully_shard_model: {module!r} is no module")
         if arguments.compile:
