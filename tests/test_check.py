@@ -538,8 +538,8 @@ def plain(kind: str) -> str:
         if kind == "none":
             p.set_results([None if i in p.gradients else r for i, r in enumerate(p.results())])
 
-    table = pipeline.table
-    pipeline.table = lambda *args: (*table(*args), ("forget", forget))
+    table = pipeline._table
+    pipeline._table = lambda *args: (*table(*args), ("forget", forget))
     try:
         model = torch.compile(torch.nn.Linear(3, 3), backend="mfsdp", options={"lowering": "eager"})
         model(torch.ones(1, 3)).sum().backward()
@@ -547,7 +547,7 @@ def plain(kind: str) -> str:
     except Exception as error:
         return str(error)
     finally:
-        pipeline.table = table
+        pipeline._table = table
 
 
 @pytest.mark.dist

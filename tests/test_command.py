@@ -19,7 +19,6 @@ from torch import nn
 
 import mfsdp
 from mfsdp.cli import main as command
-from mfsdp.cli import progress
 from mfsdp.config import best_effort
 from mfsdp.cost_model import machine
 from tests.helpers.machines import quick
@@ -174,7 +173,7 @@ def test_what_cannot_be_is_a_line(capsys, monkeypatch, args, message):
 
 
 def test_long_work_says_what_it_has_come_to(capsys, monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr("mfsdp.cli.main.EVERY", 0.0)
     monkeypatch.chdir(ROOT)
     assert command.main(["explain", "tests.test_command:factory", "--world", "2", "--compute-dtype", "none"]) == 0
     err = capsys.readouterr().err

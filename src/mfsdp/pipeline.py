@@ -27,41 +27,38 @@ Decide = Callable[[Program], tuple[int, str]]
 def table(
     prefetch: int | Decide = 1,
     reduce_lag: int = 1,
-    max_unsharded: int | None = None,
-    pool: bool = True,
+    *,
     wide: bool | None = None,
-    keep_cast: bool = Options.keep_cast,
-    interleave: bool = False,
-    max_activations: int | None = None,
-    quantize: bool = Options.quantize,
-    check_finite: bool = False,
-    check_replicas: bool = False,
     pace: Pace | None = None,
+    **options: Any,
 ) -> Table:
-    """Returns the pipeline for these options of the backend, which have the same names.
+    """Returns the pipeline for options of the backend.
 
     Args:
         prefetch: a depth, or a function that decides it for each program.
-        max_unsharded, max_activations: in bytes.
+        reduce_lag, options: as in `Options`.
         wide: whether the device that runs the programs can write 16-bit products into float32
             (`passes.inplace_wgrad`); ``None``: what the device of the trace can.
-        check_finite, check_replicas: whether these checks are on.
         pace: times of compute and host copies (`passes.schedule_offload`).
     """
+    return _table(Options(reduce_lag=reduce_lag, **options), prefetch, wide, pace)
+
+
+def _table(o: Options, prefetch: int | Decide, wide: bool | None, pace: Pace | None) -> Table:
     return (
-        *((("interleave", passes.interleave),) if interleave else ()),
+        *((("interleave", passes.interleave),) if o.interleave else ()),
         ("collective", passes.collective),
-        ("hide_collectives", partial(passes.hide_collectives, most=max_activations)),
-        ("quantize", partial(passes.quantize, on=quantize)),
-        ("gather", partial(passes.gather, keep_cast=keep_cast)),
+        ("hide_collectives", partial(passes.hide_collectives, most=o.max_activations)),
+        ("quantize", partial(passes.quantize, on=o.quantize)),
+        ("gather", partial(passes.gather, keep_cast=o.keep_cast)),
         ("reshard", passes.reshard),
         ("reduce", passes.reduce),
-        ("prefetch", partial(passes.prefetch, depth=prefetch, limit=max_unsharded)),
-        ("defer", partial(passes.defer, lag=reduce_lag)),
+        ("prefetch", partial(passes.prefetch, depth=prefetch, limit=o.max_unsharded)),
+        ("defer", partial(passes.defer, lag=o.reduce_lag)),
         ("inplace_wgrad", passes.inplace_wgrad if wide is None else partial(passes.inplace_wgrad, wide=wide)),
-        ("insert_checks", partial(passes.insert_checks, finite=check_finite, replicas=check_replicas)),
+        ("insert_checks", partial(passes.insert_checks, finite=o.check_finite > 0, replicas=o.check_replicas > 0)),
         ("schedule_offload", partial(passes.schedule_offload, pace=pace)),
-        ("plan_memory", partial(passes.plan_memory, on=pool)),
+        ("plan_memory", partial(passes.plan_memory, on=o.pool)),
         ("assign_groups", passes.assign_groups),
     )
 
@@ -82,20 +79,8 @@ def chosen(options: Options, wide: bool | None = None, decide: Decide | None = N
         ValueError: ``passes`` is no table, has a name twice, contradicts `ORDER`, or lacks the pass that obeys another
             option that was given.
     """
-    ours = table(
-        options.prefetch if options.prefetch != "auto" else decide or Options.prefetch,  # type: ignore[arg-type]
-        options.reduce_lag,
-        options.max_unsharded,
-        options.pool,
-        wide,
-        options.keep_cast,
-        options.interleave,
-        options.max_activations,
-        options.quantize,
-        options.check_finite > 0,
-        options.check_replicas > 0,
-        pace,
-    )
+    depth: Any = options.prefetch if options.prefetch != "auto" else decide or Options.prefetch
+    ours = _table(options, depth, wide, pace)
     if options.passes is None:
         return ours
     rows = _rows(options.passes)
@@ -314,8 +299,6 @@ class _Listed:
         """Lines of the program, and the listing's text of them."""
 
     def after(self, name: str, program: Program, changed: bool = True) -> str:
-        """Returns the listing after a pass."""
-
         def rendered() -> str:
             known, before = None if changed else self._known, self._before
             self._known = self._before = None

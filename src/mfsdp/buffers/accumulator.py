@@ -163,7 +163,6 @@ class Accumulator:
         return self.flat
 
     def _become(self, flat: torch.Tensor) -> None:
-        """Makes a tensor the sum."""
         if flat is not self.flat or self.narrow is not None:
             self._grads.clear()
         self.flat = flat

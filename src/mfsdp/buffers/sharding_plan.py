@@ -169,11 +169,7 @@ def _step(ranks: torch.Tensor) -> int:
 
 
 def _groups(mesh: DeviceMesh, device: str) -> tuple[str, str]:
-    """Returns the names of the group of a mesh's first axis, and of another over the same ranks.
-
-    Raises:
-        ValueError: the mesh has no group.
-    """
+    """Returns the names of the group of a mesh's first axis, and of another over the same ranks."""
     if mesh.size(0) == 1:
         return "", ""
     if device == "meta":

@@ -138,11 +138,7 @@ def _fitting(name: str, mine: ShardedDTensor, whole: torch.Tensor) -> torch.Tens
 
 
 def _agree(here: Iterable[str], shardings: Iterable[ShardSpec]) -> None:
-    """Checks that all ranks give the same names; a rank that gives none would keep old values.
-
-    Raises:
-        RuntimeError: they differ; on every rank that takes part.
-    """
+    """Checks that all ranks give the same names; a rank that gives none would keep old values."""
     digest = zlib.crc32("\n".join(sorted(here)).encode())
     for sharding in shardings:
         for group in sharding.over if sharding.parts > 1 else ():
@@ -228,11 +224,7 @@ def _tell_of_lost_scales(names: list[str]) -> None:
 
 
 def _refuse_lost_state(there: Iterable[str], state: object) -> None:
-    """Refuses a checkpoint with state for an optimizer that has none yet: it would not be loaded.
-
-    Raises:
-        ValueError: on every rank; `torch.distributed.checkpoint` wraps it in its own error.
-    """
+    """Refuses a checkpoint with state for an optimizer that has none yet: it would not be loaded."""
     for path in _stateless(state):
         lost = [name for name in there if name.startswith(f"{path}.")]
         if lost:

@@ -298,12 +298,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def _listed(given: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """Returns the optimizers that a caller gives.
-
-    Raises:
-        TypeError: something else is among them.
-        ValueError: two of them hold one parameter, of which a checkpoint has one state.
-    """
+    """Returns the optimizers that a caller gives, each with parameters of its own."""
     several: Any = [] if given is None else given if isinstance(given, Iterable) else [given]
     found = list(several)
     seen: dict[torch.Tensor, torch.optim.Optimizer] = {}

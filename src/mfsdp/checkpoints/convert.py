@@ -149,13 +149,11 @@ class _Conversion:
     total: int = 0
 
     def count(self, nbytes: int) -> None:
-        """Reports progress."""
         self.done += nbytes
         if self.progress is not None:
             self.progress(self.done, self.total)
 
     def cast(self, old: torch.dtype) -> torch.dtype:
-        """Returns a tensor's dtype in the target."""
         return self.dtype if self.dtype is not None and old.is_floating_point else old
 
     def names(self, there: Iterable[str], both: bool) -> dict[str, str]:

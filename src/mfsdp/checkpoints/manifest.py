@@ -43,7 +43,6 @@ def faults_of(path: Path, rank: int = 0, world: int = 1) -> list[str]:
 
 
 def _fault(path: Path, entry: Entry) -> str:
-    """Returns the fault of a file, ``""`` for none."""
     if not path.is_file():
         return f"{path.name} is missing"
     if path.stat().st_size != entry["bytes"]:

@@ -21,7 +21,7 @@ from ..runtime import devices, groups, sync_collectives
 from ..runtime.transport_registry import count_load
 from . import files
 from .streams import stream_weights
-from .tensors import boxes, refuse_unsharded_quantized, tensors_of
+from .tensors import keep, refuse_unsharded_quantized, tensors_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,7 +80,8 @@ def load_safetensors(
         for file, tensors in by_file.items():
             with files.opened(file) as opened, torch.no_grad():
                 for name, tensor in tensors:
-                    _read(opened, name, tensor)
+                    read = opened.get_slice if isinstance(tensor, DTensor) else opened.get_tensor
+                    keep(tensor, read(name))
     return missing, unexpected
 
 
@@ -175,17 +176,6 @@ class _FirstRank:
         if failed.item():
             why = self.failure or "see the error of rank 0"
             raise OSError(f"save_safetensors: rank 0 could not write to {folder}: {why}")
-
-
-def _read(opened: files.Opened, name: str, tensor: torch.Tensor) -> None:
-    """Copies one tensor, or this rank's part of it."""
-    if not isinstance(tensor, DTensor):
-        value = opened.get_tensor(name)
-        (tensor.resize_(value.shape) if hasattr(tensor, "_mfsdp_resizes") else tensor).copy_(value)
-        return
-    part = opened.get_slice(name)
-    for place, box in boxes(tensor):
-        box.copy_(part[place] if place else opened.get_tensor(name))
 
 
 def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:

@@ -20,7 +20,7 @@ from ..runtime import devices, execution, groups
 from ..runtime.transport_registry import count_load
 from .files import some
 from .streams import ParamMeta, WeightStream
-from .tensors import boxes, refuse_unsharded_quantized, tensors_of
+from .tensors import keep, refuse_unsharded_quantized, tensors_of
 
 ALIGN = 16
 """Bytes; where each tensor of a message starts."""
@@ -79,30 +79,15 @@ def load_stream(
 def _keep_all(given: Iterator[tuple[str, torch.Tensor]], wanted: dict[str, torch.Tensor], over: Iterable[str]) -> None:
     for name, value in given:
         if (tensor := wanted.get(name)) is not None:
-            _keep(tensor, value)
+            keep(tensor, value)
             record_load(over, name, value, tensor.dtype)
-
-
-def _keep(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copies this rank's part of a whole tensor."""
-    if not isinstance(tensor, DTensor):
-        (tensor.resize_(value.shape) if hasattr(tensor, "_mfsdp_resizes") else tensor).copy_(value)
-        return
-    for place, box in boxes(tensor):
-        box.copy_(value[place] if place else value)
 
 
 # before anything is written
 
 
 def _metadata(source: Any, from_rank: int | None) -> list[ParamMeta]:
-    """Returns what the source will give.
-
-    Raises:
-        TypeError: it does not say.
-        ValueError: a dict has something else than whole tensors; or it is a stream that this rank does not take, or
-            that other ranks have to iterate too.
-    """
+    """Returns what the source will give."""
     if isinstance(source, Mapping):
         wrong = [name for name, t in source.items() if not isinstance(t, torch.Tensor) or isinstance(t, DTensor)]
         if wrong:
@@ -158,11 +143,7 @@ def _announced(source: Any, from_rank: int | None, group: str, place: int) -> li
 def _compared(
     model: nn.Module, wanted: dict[str, torch.Tensor], metadata: list[ParamMeta], strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Returns the names that only one side has.
-
-    Raises:
-        ValueError: what does not fit.
-    """
+    """Returns the names that only one side has; refuses what does not fit."""
     there = {m.name: m for m in metadata}
     if len(there) < len(metadata):
         raise ValueError("load_stream: the source gives two tensors one name")
@@ -190,11 +171,7 @@ def _compared(
 
 
 def _in_order(source: Any, metadata: list[ParamMeta]) -> Generator[tuple[str, torch.Tensor]]:
-    """Yields what the source gives.
-
-    Raises:
-        RuntimeError: it is not what its metadata says.
-    """
+    """Yields what the source gives, checked against its metadata."""
     expected = iter(metadata)
     for name, value in source.items() if isinstance(source, Mapping) else source:
         meta = next(expected, None)
@@ -253,11 +230,7 @@ def _broadcast(
     group: str,
     place: int,
 ) -> None:
-    """Sends tensors from one rank, those of a unit that follow each other as one message of bytes.
-
-    Raises:
-        RuntimeError: the source failed; on all ranks.
-    """
+    """Sends tensors from one rank, those of a unit that follow each other as one message of bytes."""
     device, source = devices.collective_device(group), groups.ranks(group)[place]
     for _, members in groupby(expected, lambda pair: getattr(pair[1], "_mfsdp_owner", None) or pair[0].name):
         batch = list(members)
@@ -289,7 +262,7 @@ def _broadcast(
         groups.broadcast(staging, group, place)
         for (meta, tensor), offset in zip(batch, offsets, strict=True):
             if tensor is not None:
-                _keep(tensor, _view(staging, offset, meta, tensor))
+                keep(tensor, _view(staging, offset, meta, tensor))
 
 
 def _sent(meta: ParamMeta, tensor: torch.Tensor) -> torch.dtype:

@@ -13,7 +13,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -44,16 +43,8 @@ class ParamMeta(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(eq=False)
-class Part:
-    """Tensors that a stream brings together: those of a unit, or of a layer of a model that is not sharded."""
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def buffers(self) -> list[FlatBuffer]:
-        """Its flat buffers."""
-        return list(dict.fromkeys(owner for t in self.tensors.values() if (owner := _owner(t)) is not None))
+Part = dict[str, torch.Tensor]
+"""Tensors that a stream brings together: those of a unit, or of a layer of a model that is not sharded."""
 
 
 class _Places(NamedTuple):
@@ -95,8 +86,8 @@ class WeightStream:
     def communicates(self) -> bool:
         """Whether other ranks hold parts of the tensors."""
         parts = self.parts()
-        foreign = any(isinstance(t, DTensor) and _owner(t) is None for part in parts for t in part.tensors.values())
-        return foreign or any(b.spec.ranks > 1 or any(b.pieces) for part in parts for b in part.buffers)
+        foreign = any(isinstance(t, DTensor) and _owner(t) is None for part in parts for t in part.values())
+        return foreign or any(b.spec.ranks > 1 or any(b.pieces) for part in parts for b in _buffers_of(part))
 
     def metadata(self) -> list[ParamMeta]:
         """Returns name, dtype and full shape of every tensor, in the order in which they come, on every rank. It does
@@ -109,7 +100,7 @@ class WeightStream:
         for part in self.parts():
             empty = {
                 name: torch.empty(tuple(t.shape), dtype=kept_dtype(t, self.dtype), device="meta")
-                for name, t in part.tensors.items()
+                for name, t in part.items()
             }
             for name, tensor in self._converted(empty):
                 if name in out:
@@ -132,7 +123,7 @@ class WeightStream:
             seen.add(id(tensor))
             owner = _owner(tensor)
             key = _place(name, units) if owner is None else owner.unit
-            parts.setdefault(key, Part()).tensors[name] = tensor
+            parts.setdefault(key, {})[name] = tensor
         return list(parts.values())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -165,7 +156,7 @@ class WeightStream:
     def _arrivals(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yields the whole tensors of each part; none on ranks that take nothing."""
         parts = self.parts()
-        buffers = [buffer for part in parts for buffer in part.buffers]
+        buffers = [buffer for part in parts for buffer in _buffers_of(part)]
         for outermost in (buffer.unit.outermost for buffer in buffers_in(self.model)):
             if outermost.half:
                 raise unfinished(outermost)
@@ -174,7 +165,7 @@ class WeightStream:
         under_way: deque[tuple[Part, list[_Arrival]]] = deque()
         while True:
             while len(under_way) <= self.prefetch and (part := next(coming, None)) is not None:
-                under_way.append((part, [self._launch(buffer, places[buffer]) for buffer in part.buffers]))
+                under_way.append((part, [self._launch(buffer, places[buffer]) for buffer in _buffers_of(part)]))
             if not under_way:
                 return
             yield self._arrived(*under_way.popleft())
@@ -209,7 +200,7 @@ class WeightStream:
             arrival.end()
             fulls[arrival.buffer] = arrival.full
         out: dict[str, torch.Tensor] = {}
-        for name, tensor in part.tensors.items():
+        for name, tensor in part.items():
             owner = _owner(tensor)
             value = self._foreign(tensor) if owner is None else self._own(tensor, fulls[owner])
             if value is not None and self.consumes:
@@ -247,9 +238,6 @@ class WeightStream:
     def _places(self, buffers: list[FlatBuffer]) -> dict[FlatBuffer, _Places]:
         """Returns which ranks take each buffer. If only some do, ranks tell each other: on meshes of several axes a
         rank does not know what others of its group need.
-
-        Raises:
-            ValueError: none of the ranks that hold a buffer takes it.
         """
         if self.to is None:
             return dict.fromkeys(buffers, _Places())
@@ -346,6 +334,10 @@ def _kept_as(tensor: Any) -> tuple[Any, Stored | None]:
 def _owner(tensor: Any) -> FlatBuffer | None:
     """Returns the flat buffer of a sharded parameter."""
     return getattr(_kept_as(tensor)[0], "_mfsdp_owner", None)
+
+
+def _buffers_of(part: Part) -> list[FlatBuffer]:
+    return list(dict.fromkeys(owner for t in part.values() if (owner := _owner(t)) is not None))
 
 
 def _place(name: str, units: Mapping[str, object]) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,6 +48,15 @@ def boxes(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
             place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
             ours = isinstance(tensor, ShardedDTensor)
             yield place, tensor.chunk_at(tuple(chunk.offsets)) if ours else tensor.to_local()  # type: ignore[attr-defined]
+
+
+def keep(tensor: torch.Tensor, whole: Any) -> None:
+    """Copies this rank's part of a whole tensor, or, into a DTensor, of a safetensors slice, read when indexed."""
+    if isinstance(tensor, DTensor):
+        for place, box in boxes(tensor):
+            box.copy_(whole[place or ...])
+    else:
+        (tensor.resize_(whole.shape) if hasattr(tensor, "_mfsdp_resizes") else tensor).copy_(whole)
 
 
 def kept_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:

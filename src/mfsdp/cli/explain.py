@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -46,12 +46,9 @@ def _plan(args: argparse.Namespace) -> None:
     writable("--save", args.save)
     model, inputs, named, layers = model_of(args.model, args.batch, args.length)
     more = sharding_of(units_of(args.units) if args.units else layers, args.compute_dtype)
-    if args.strategy:
-        more["strategy"] = _several("strategy", args.strategy, _strategy)
+    more |= _given(args, {"strategy": _strategy, "mesh_shape": _shape})
     if args.allow is not None:
         more["allow"] = tuple(args.allow.split(","))
-    if args.mesh_shape:
-        more["mesh_shape"] = _several("mesh_shape", args.mesh_shape, _shape)
     found = plan(
         model, inputs, named, memory=memory, world=args.world,
         hardware=args.hardware, microbatches=args.microbatches, optimizer=args.optimizer, **more,
@@ -114,30 +111,18 @@ def _explain(args: argparse.Namespace) -> None:
     for flag in ("html", "trace", "plot"):
         writable(f"--{flag}", getattr(args, flag))
     model, inputs, named, layers = model_of(args.model, args.batch, args.length)
-    several: dict[str, Any] = {}
     kinds: dict[str, Callable[[str], Any]] = {
-        "strategy": _strategy, "outer_strategy": str, "reshard_after_forward": _truth,
-        "microbatches": int, "together": int, "overlapped": _truth, "stages": int, "schedule": str,
-        "stages_per_rank": int, "slowest": float,
+        "world": int, "mesh_shape": _shape, "hardware": str, "strategy": _strategy, "outer_strategy": str,
+        "reshard_after_forward": _truth, "microbatches": int, "together": int, "overlapped": _truth, "stages": int,
+        "schedule": str, "stages_per_rank": int, "slowest": float,
     }  # fmt: skip
-    for name, kind in kinds.items():
-        if getattr(args, name) is not None:
-            several[name] = _several(name, getattr(args, name), kind)
-    units = _several("units", args.units, units_of) if args.units else layers
-    several |= sharding_of(units, args.compute_dtype)
-    options = {
-        n: _several(n, getattr(args, n), kind)
-        for n, kind in (("prefetch", _depth), ("reduce_lag", int), ("max_unsharded", int))
-        if getattr(args, n)
-    }
-    shape = _several("mesh_shape", args.mesh_shape, _shape) if args.mesh_shape else None
-    given: dict[str, Any] = {
-        "world": _several("world", args.world, int) if args.world else None, "mesh_shape": shape,
-        "hardware": _several("hardware", args.hardware, str), "options": options, "optimizer": args.optimizer,
-        "kernels": args.kernels, "prices": args.prices, "stepping": args.stepping, **several,
+    options: dict[str, Callable[[str], Any]] = {"prefetch": _depth, "reduce_lag": int, "max_unsharded": int}
+    given = {
+        **_given(args, kinds), "options": _given(args, options), "optimizer": args.optimizer,
+        "kernels": args.kernels, "prices": args.prices, "stepping": args.stepping,
+        **sharding_of(_several("units", args.units, units_of) if args.units else layers, args.compute_dtype),
     }  # fmt: skip
-    varying = ("world", "mesh_shape", "hardware", "units", "prefetch", "reduce_lag", "max_unsharded", *kinds)
-    if any("," in (getattr(args, name) or "") for name in varying):
+    if any("," in (getattr(args, name) or "") for name in ("units", *options, *kinds)):
         if args.html or args.trace or args.listing:
             raise ValueError("--html, --trace and --listing are of one step: give one value of each")
         table = compare(model, inputs, named, **given)
@@ -154,6 +139,11 @@ def _explain(args: argparse.Namespace) -> None:
         if wanted:
             write(wanted)
             print(f"mfsdp: wrote {wanted}", file=sys.stderr)
+
+
+def _given(args: argparse.Namespace, kinds: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+    """Returns the arguments that were given, each one value or a list."""
+    return {n: _several(n, text, kind) for n, kind in kinds.items() if (text := getattr(args, n)) is not None}
 
 
 def _several(name: str, text: str, kind: Callable[[str], T]) -> T | list[T]:

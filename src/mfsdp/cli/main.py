@@ -6,12 +6,28 @@ import argparse
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 
 from .. import __version__
 from ..config.best_effort import listening
 from . import convert, explain, measure, show
-from .progress import Progress
+
+EVERY = 2.0
+"""Seconds between two lines and before the first one."""
+
+
+class Progress:
+    """Prints the current work with the seconds since the start, at most once in `EVERY` seconds."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        now = time.monotonic()
+        if now - self._last >= EVERY:
+            self._last = now
+            print(f"mfsdp: {now - self._begun:.0f} s, {what}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
@@ -22,13 +23,7 @@ from .sharded_dtensor import Handler, ShardedDTensor, dispatched_by
 aten = torch.ops.aten
 
 
-_handlers: dict[OpOverload, Handler] = {}
-
-
 def _dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    handler = _handlers.get(func)
-    if handler is None:
-        handler = _handlers[func] = _handler_of(func)
     if func._schema.is_mutable:
         written = kwargs.get("out", args[0])
         for tensor in written if isinstance(written, (list, tuple)) else (written,):
@@ -36,11 +31,12 @@ def _dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
                 tensor._mfsdp_written.before_write(tensor._local_tensor)
                 tensor._mfsdp_written.stale = True
     try:
-        return handler(func, args, kwargs)
+        return _handler_of(func)(func, args, kwargs)
     except NotImplementedError as error:
         raise unsupported.explained(error) from None
 
 
+@functools.cache
 def _handler_of(func: OpOverload) -> Handler:
     name = func._schema.name.removeprefix("aten::")
     if name in _BY_NAME:
@@ -74,7 +70,10 @@ _ELEMENTWISE = frozenset([
 
 def _elementwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Runs on the local tensors; shards full tensors of the same global shape first."""
-    sharding = _sharding_of(func, args, kwargs)
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, ShardedDTensor)), None)
+    if first is None:
+        raise NotImplementedError(f"{func}: no sharded tensor among the arguments")
+    sharding = first._sharding
     if func._schema.is_mutable and not isinstance(kwargs.get("out", args[0]), ShardedDTensor):
         raise NotImplementedError(
             f"{func}: a sharded tensor cannot be written into a plain one; use .full_tensor() or .to_local()"
@@ -86,8 +85,7 @@ def _elementwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     result = func(*(local(a) for a in args), **{k: local(v) for k, v in kwargs.items()})
     if func._schema.is_mutable:
         return kwargs.get("out", args[0])
-    first = args[0]
-    if isinstance(first, ShardedDTensor) and func._schema.returns[0].alias_info is not None:
+    if first is args[0] and func._schema.returns[0].alias_info is not None:
         return first.beside(result)
     if isinstance(result, tuple):
         return tuple(ShardedDTensor(r, sharding) for r in result)
@@ -115,13 +113,6 @@ def _cut(func: OpOverload, x: torch.Tensor, sharding: ShardSpec) -> torch.Tensor
             f"{tuple(sharding.shape)} that is sharded; use .full_tensor() or .to_local()"
         )
     return sharding.part(x)
-
-
-def _sharding_of(func: OpOverload, args: Args, kwargs: Kwargs) -> ShardSpec:
-    for x in (*args, *kwargs.values()):
-        if isinstance(x, ShardedDTensor):
-            return x._sharding
-    raise NotImplementedError(f"{func}: no sharded tensor among the arguments")
 
 
 def _lists(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -227,11 +218,7 @@ def _named(func: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:
 
 
 def _whole_only(func: OpOverload, args: Args, kwargs: Kwargs) -> tuple[list[int], Kwargs]:
-    """Returns the result shape of a reduction of all elements to one value, and its arguments by name.
-
-    Raises:
-        NotImplementedError: it reduces some dimensions, returns several values, or writes to ``out``.
-    """
+    """Returns the result shape of a reduction of all elements to one value, and its arguments by name."""
     x, given = args[0], _named(func, args, kwargs)
     dims = given.get("dim")
     if isinstance(dims, int):

@@ -81,7 +81,7 @@ def hooked(optimizer: Optimizer) -> bool:
 
 def _refuse(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     te.steps_plainly(optimizer)
-    for buffer in _buffers(optimizer):
+    for buffer in buffers_of(optimizer):
         buffer.weights.before_write()
     if _compiling():
         raise RuntimeError(
@@ -130,7 +130,7 @@ def _cut(param: ShardedDTensor, name: str, value: Any) -> Any:
 
 
 def _tells_weights(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
-    buffers = _buffers(optimizer)
+    buffers = buffers_of(optimizer)
     for buffer in buffers:
         buffer.weights.note_write()
     count(buffers)
@@ -142,7 +142,7 @@ def count(buffers: Iterable[Any]) -> None:
     count_step(name for names in shared for name in names if name)
 
 
-def _buffers(optimizer: Optimizer) -> list[Any]:
+def buffers_of(optimizer: Optimizer) -> list[Any]:
     """Returns the flat buffers of the parameters that an optimizer steps."""
     owners = (getattr(p, "_mfsdp_owner", None) for group in optimizer.param_groups for p in group["params"])
     return [owner for owner in dict.fromkeys(owners) if owner is not None]

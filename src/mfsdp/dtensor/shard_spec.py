@@ -163,7 +163,9 @@ class ShardSpec:
             both = concatenated(mesh, self.piece.mesh)
         except (RuntimeError, TypeError, ValueError):  # unnamed, or not of one root mesh: torch cannot join them
             return self.piece.mesh, self.piece.placements
-        return both, (*self._rows_of(self.piece), *self.piece.placements)
+        cuts = self.piece.factor(0) if self.shape and self.copies is None else 1
+        rows = self._rows() if cuts == 1 else (StridedRowShard(cuts),) * self.mesh.ndim
+        return both, (*rows, *self.piece.placements)
 
     def _rows(self) -> tuple[Placement, ...]:
         if self.copies is not None:
@@ -174,10 +176,6 @@ class ShardSpec:
         at, columns = self.local(), max(math.prod(shape[1:]), 1)
         rows = (at.numel // columns, at.param_offset // columns) if at.shape[1:] == shape[1:] else None
         return (*(RowShard(rows, last=False) for _ in range(self.mesh.ndim - 1)), RowShard(rows))
-
-    def _rows_of(self, piece: TPShard) -> tuple[Placement, ...]:
-        cuts = piece.factor(0) if self.shape and self.copies is None else 1
-        return self._rows() if cuts == 1 else (StridedRowShard(cuts),) * self.mesh.ndim
 
     def boxes(self, rank: int | None = None) -> list[Box]:
         """Returns a rank's part as boxes, by default this one's."""

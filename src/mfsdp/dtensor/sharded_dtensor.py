@@ -33,35 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 
-def _subclasses_dispatch() -> bool:
-    """Returns whether torch calls ``__torch_dispatch__`` of DTensor subclasses; 2.11 calls DTensor's own, in C++.
-
-    On 2.11, ``__torch_function__`` intercepts every call, under a mode that runs first. Tried on 2.11 to 2.15.
-    """
-    called = []
-
-    class Probe(DTensor):
-        @staticmethod
-        def __new__(cls) -> Probe:
-            return torch.Tensor._make_wrapper_subclass(cls, (1,))  # type: ignore[return-value]
-
-        __init__ = torch.Tensor.__init__  # type: ignore[assignment]
-        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-        @classmethod
-        def __torch_dispatch__(  # type: ignore[override]
-            cls, func: OpOverload, types: Types, args: Args = (), kwargs: Kwargs | None = None
-        ) -> Any:
-            called.append(func)
-            return args[0]
-
-    try:
-        torch.ops.aten.detach.default(Probe())
-    except Exception:  # DTensor's own dispatch finds no spec
-        return False
-    return bool(called)
-
-
 Types = Sequence[type]
 """Classes of the tensors among an operator's arguments."""
 
@@ -89,7 +60,10 @@ class _Dispatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_DISPATCHES = _subclasses_dispatch()
+_DISPATCHES = not torch.__version__.startswith("2.11.")
+"""Whether torch calls ``__torch_dispatch__`` of DTensor subclasses. 2.11, the oldest that is supported, calls DTensor's
+own, in C++: there ``__torch_function__`` intercepts every call, under a mode that runs first.
+"""
 
 
 def _native(func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -383,11 +357,7 @@ def _rebuilt(
     requires_grad: bool,
     piece: TPShard | None = None,
 ) -> ShardedDTensor:
-    """Unpickles rows, without a model.
-
-    Raises:
-        RuntimeError: another rank, or another number of ranks, wrote them.
-    """
+    """Unpickles rows, without a model."""
     here = (groups.rank(), groups.world())
     if written is not None and groups.initialized() and here != written:
         raise RuntimeError(

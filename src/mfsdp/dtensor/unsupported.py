@@ -157,11 +157,7 @@ def derivatives(outputs: Ends, inputs: Ends, *_: object, **__: object) -> None:
 
 
 def _by_way_of_a_model(outputs: Ends, inputs: tuple[Any, ...], what: str) -> None:
-    """Refuses gradients of sharded parameters on which outputs depend through a model's forward.
-
-    Raises:
-        NotImplementedError: they do.
-    """
+    """Refuses gradients of sharded parameters on which outputs depend through a model's forward."""
     sources = {id(p._mfsdp_owner.weights.source): p for p in inputs if _slot_of(p)}
     found = next((sources[id(leaf)] for leaf in _leaves(outputs) if id(leaf) in sources), None) if sources else None
     if found is not None:

@@ -266,11 +266,7 @@ def _state(own: Callable[..., None], self: AcceleratorState, *args: Any, **kwarg
 
 
 def _prepare(own: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``Accelerator.prepare``, which requires model and optimizer in one call; here either may come alone.
-
-    Raises:
-        ValueError: a sharded model without FSDP; an optimizer with parameters of no prepared model.
-    """
+    """Replaces ``Accelerator.prepare``, which requires model and optimizer in one call; here either may come alone."""
     models = [x for x in args if isinstance(x, nn.Module)]
     if not self.is_fsdp2:
         for model in models:
@@ -312,11 +308,7 @@ def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
 
 
 def _pair(accelerator: Accelerator) -> None:
-    """Sorts models by the order of their optimizers, those without one last: checkpoints pair them by number.
-
-    Raises:
-        ValueError: an optimizer has parameters of no prepared model.
-    """
+    """Sorts models by the order of their optimizers, those without one last: checkpoints pair them by number."""
     homes = {id(m): model for model in accelerator._models for m in unwrapped(model).modules()}
     held = [places(optimizer, accelerator._models, _refuse_optimizer) for optimizer in accelerator._optimizers]
     owners = [homes[id(owner)] for groups in held for owner, _ in groups[0][:1]]
@@ -324,22 +316,19 @@ def _pair(accelerator: Accelerator) -> None:
 
 
 def _refuse_optimizer(optimizer: torch.optim.Optimizer, strange: torch.Tensor | None) -> NoReturn:
+    name = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if strange is None:
         raise ValueError(
-            f"Accelerator.prepare: {_name(optimizer)} has state of unsharded parameters already. Call prepare "
+            f"Accelerator.prepare: {name} has state of unsharded parameters already. Call prepare "
             "before the first step, and load_state afterwards; one that makes its state when it is built, as "
             "Adagrad does, is built from the parameters of the prepared model"
         )
     raise ValueError(
-        f"Accelerator.prepare: {_name(optimizer)} holds a parameter of shape {tuple(strange.shape)} that is in "
+        f"Accelerator.prepare: {name} holds a parameter of shape {tuple(strange.shape)} that is in "
         "no prepared model: nobody would average its gradients. "
         "Give model and optimizer to one call, prepare(model, optimizer), or build the optimizer from the "
         "parameters of the prepared model; what else trains has to be a part of the model"
     )
-
-
-def _name(optimizer: torch.optim.Optimizer) -> str:
-    return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 def _prepare_alone(own: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

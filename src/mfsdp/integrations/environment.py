@@ -31,7 +31,6 @@ def sharding(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _read(name: str) -> dict[str, Any]:
-    """Returns the value of a variable, empty if it is not set."""
     text = os.environ.get(name) or "{}"
     try:
         found = json.loads(text)

@@ -191,7 +191,6 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         self.setup_precision_plugin()
 
     def _policy(self) -> MixedPrecisionPolicy | None:
-        """Returns the policy for the Trainer's precision."""
         precision = self.precision_plugin.precision
         if precision not in POLICIES:
             raise ValueError(f"strategy 'mfsdp': precision={precision!r}: choose one of {', '.join(POLICIES)}")
@@ -218,7 +217,6 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
     # Checkpoints
 
     def _refuse_io(self, io: object) -> None:
-        """Refuses checkpoint plugins."""
         raise ValueError(
             f"strategy 'mfsdp' writes checkpoints itself, and {type(io).__name__} would not be asked: leave out the "
             "plugin"
@@ -300,7 +298,8 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
             set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
             return
         both = _agreed(get_model_state_dict(self.model), state, strict)
-        set_model_state_dict(self.model, {name: state[name] for name in both}, options=_whole(strict=False))
+        whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        set_model_state_dict(self.model, {name: state[name] for name in both}, options=whole)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Sets the state of optimizers in the same way.
@@ -356,10 +355,6 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 # State dicts
 
 
-def _whole(**more: Any) -> StateDictOptions:
-    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **more)
-
-
 def _stem(key: str, names: Mapping[str, object]) -> str:
     """Returns the name that a key of torch.distributed.checkpoint belongs to; a dict (extra state) has several keys."""
     stem = key
@@ -369,7 +364,6 @@ def _stem(key: str, names: Mapping[str, object]) -> str:
 
 
 def _agreed(model: Iterable[str], saved: Iterable[str], strict: bool) -> list[str]:
-    """Returns the names that both have."""
     model, saved = dict.fromkeys(model), dict.fromkeys(saved)
     missing, unexpected = [n for n in model if n not in saved], [n for n in saved if n not in model]
     if strict and (missing or unexpected):
@@ -402,7 +396,8 @@ def _load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: torch.opt
         optimizer.load_state_dict({"state": {}, "param_groups": groups})
         return
     moments = {called[number]: values for number, values in state["state"].items()}
-    set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=_whole())
+    whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=whole)
 
 
 _strategies.StrategyRegistry.register("mfsdp", MFSDPStrategy, description="mfsdp: sharded by a compiler")

@@ -108,11 +108,7 @@ def _renamed(stored: Mapping[str, megatron.Stored], rename: Rename) -> dict[str,
 def _fitting(
     stored: Mapping[str, megatron.Stored], tensors: Mapping[int, torch.Tensor], names: Mapping[int, list[str]], of: str
 ) -> list[_Target]:
-    """Pairs stored tensors with those to fill; ``tensors``: by the id of the parameter or buffer whose ``names`` count.
-
-    Raises:
-        ValueError: one is missing, or has another shape.
-    """
+    """Pairs stored tensors with those to fill, given by the id of the parameter or buffer whose ``names`` count."""
     found = {key: next((stored[n] for n in names[key] if n in stored), None) for key in tensors}
     missing = [names[key][0] for key, entry in found.items() if entry is None]
     if missing:
@@ -142,10 +138,8 @@ def _of_optimizer(
     states: Mapping[str, Mapping[str, megatron.Stored]],
     names: Mapping[int, list[str]],
 ) -> list[_Target]:
-    """Pairs stored optimizer state with the optimizer's, which a new one gets by a step without gradients.
-
-    Raises:
-        ValueError: they do not fit. A new optimizer has no state then.
+    """Pairs stored optimizer state with the optimizer's, which a new one gets by a step without gradients, and loses if
+    they do not fit.
     """
     if not states:
         raise ValueError(

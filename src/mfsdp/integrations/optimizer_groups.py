@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -15,10 +15,8 @@ Places = list[list[tuple[nn.Module, str]]]
 """For each group's parameters, the modules that hold them, and their names there."""
 
 
-class Refusal(Protocol):
-    """Raises the caller's error for an optimizer: with state, or (``strange``) with a parameter of no model."""
-
-    def __call__(self, optimizer: torch.optim.Optimizer, strange: torch.Tensor | None) -> NoReturn: ...
+Refusal = Callable[[torch.optim.Optimizer, torch.Tensor | None], NoReturn]
+"""Raises the caller's error for an optimizer: with state, or with a parameter of no model, which it gets."""
 
 
 @contextmanager

@@ -99,11 +99,7 @@ def _check(path: str, module: Any) -> None:
 
 
 def _dense(module: Any, tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Returns the tensors of a layer without adapters and quantization, from those of its state dict.
-
-    Raises:
-        KeyError: one is missing.
-    """
+    """Returns a layer's tensors without adapters and quantization, from its state dict. KeyError: one is missing."""
     if isinstance(module, ModulesToSaveWrapper):
         kept = next(iter(module.active_adapters), "")
         trained = kept in module.modules_to_save

@@ -18,7 +18,7 @@ take settings that the configuration has no field for.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from transformers.distributed import DistributedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from ..buffers.flat_buffer import Ref, refs
+from ..checkpoints.tensors import boxes
 from ..config.options import MixedPrecisionPolicy
 from ..config.patches import around
 from ..dtensor.sharded_dtensor import ShardedDTensor
@@ -84,12 +85,7 @@ class _Reading:
 
 
 def _shard(own: Callable[..., PreTrainedModel], model: PreTrainedModel, *plan: object) -> PreTrainedModel:
-    """Replaces ``apply_fully_sharded_data_parallelism``: its calls of torch's `fully_shard` go to mfsdp's.
-
-    Raises:
-        NotImplementedError: a quantized model; errors of `mfsdp.fully_shard`.
-        ValueError: invalid options; errors of `mfsdp.fully_shard`.
-    """
+    """Replaces ``apply_fully_sharded_data_parallelism``: its calls of torch's `fully_shard` go to mfsdp's."""
     config = getattr(model.config, "distributed_config", None)
     if getattr(model.config, "quantization_config", None) is not None:
         raise NotImplementedError(
@@ -153,7 +149,7 @@ class _Rows:
 
     def __init__(self, param: ShardedDTensor):
         self._shape = tuple(param.shape)
-        self._places = [place for place, _ in _boxes(param)]
+        self._places = [place for place, _ in boxes(param)]
         ends = [(place[0].start, place[0].stop) for place in self._places if place]
         self._ours = min((e[0] for e in ends), default=0), max((e[1] for e in ends), default=1)
 
@@ -165,17 +161,11 @@ class _Rows:
     def shard_tensor(
         self, source: Any, tensor_idx: int | None = None, device: Device = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor | None:
-        """Returns this rank's part of a tensor in a file.
+        """Returns this rank's elements, 1-D, of a tensor in a file, or of a slice of it, which is read when indexed.
 
-        Args:
-            source: the tensor, or a slice of a safetensors file, which is read when indexed.
-            tensor_idx: its number among those that are joined, or split, to parameters; ``None``: it is the parameter.
-            device, dtype: of the result.
-
-        Returns:
-            This rank's elements, 1-D. If the tensor is joined or split: all of it; but ``None`` if it becomes a part of
-            dimension 0 of which this rank holds nothing. If the parameter has another shape: a meta tensor of the
-            file's shape.
+        With ``tensor_idx``, its number among those that are joined, or split, to parameters: all of it; but ``None`` if
+        it becomes a part of dimension 0 of which this rank holds nothing. If the parameter has another shape: a meta
+        tensor of the file's.
         """
         shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         if tensor_idx is not None:
@@ -190,13 +180,6 @@ class _Rows:
 def _read(source: Any, place: tuple[slice, ...], device: Device, dtype: torch.dtype | None) -> torch.Tensor:
     found: torch.Tensor = source[place] if place else source[...]
     return found.to(device=device, dtype=dtype)
-
-
-def _boxes(param: ShardedDTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """Yields this rank's part of a parameter, box by box: its place in the full tensor, and a view to write to."""
-    for there, _, sizes in param._sharding.boxes():
-        if all(sizes):
-            yield tuple(slice(o, o + n) for o, n in zip(there, sizes, strict=True)), param.chunk_at(there)
 
 
 def _operation(own: Callable[[torch.Tensor], object], param: torch.Tensor) -> object:
@@ -235,7 +218,7 @@ def _set(
         info.mismatched_keys.add((name, value.shape, param.shape))  # type: ignore[arg-type]
         return
     news = materialize.came(ref)
-    for view, part in zip((view for _, view in _boxes(param)), found, strict=True):
+    for view, part in zip((view for _, view in boxes(param)), found, strict=True):
         if not news and not torch.equal(view, part.view_as(view).to(view)):
             model.__dict__["_mfsdp_reading"].unlike.append(name)
         view.copy_(part.view_as(view))
@@ -247,15 +230,15 @@ def _mine(param: ShardedDTensor, value: torch.Tensor) -> list[torch.Tensor] | No
     """
     if value.is_meta:
         return None
-    boxes = list(_boxes(param))
+    mine = list(boxes(param))
     if value.shape == param.shape:
-        return [value[place] for place, _ in boxes]
-    if value.dim() == 1 and value.numel() == sum(view.numel() for _, view in boxes):
-        return list(value.split([view.numel() for _, view in boxes]))
+        return [value[place] for place, _ in mine]
+    if value.dim() == 1 and value.numel() == sum(view.numel() for _, view in mine):
+        return list(value.split([view.numel() for _, view in mine]))
     owned = _Rows(param).owned
     if value.shape == (len(owned), *param.shape[1:]):
         return [
-            value[(slice(place[0].start - owned.start, place[0].stop - owned.start), *place[1:])] for place, _ in boxes
+            value[(slice(place[0].start - owned.start, place[0].stop - owned.start), *place[1:])] for place, _ in mine
         ]
     return None
 
@@ -266,11 +249,7 @@ def _ref(model: nn.Module, name: str) -> Ref | None:
 
 
 def _rest(own: Callable[..., None], self: Any, missing_keys: set[str], *args: object) -> None:
-    """Replaces ``PreTrainedModel._move_missing_keys_from_meta_to_device``: initializes what the files lack.
-
-    Raises:
-        ValueError: on every rank, if files have different values of tied parameters, or differ between ranks.
-    """
+    """Replaces ``PreTrainedModel._move_missing_keys_from_meta_to_device``: initializes what the files lack."""
     reading: _Reading | None = self.__dict__.pop("_mfsdp_reading", None)
     if reading is None:
         own(self, missing_keys, *args)
@@ -290,6 +269,7 @@ def _rest(own: Callable[..., None], self: Any, missing_keys: set[str], *args: ob
 
 
 def _agree(model: nn.Module, reading: _Reading, lacks: list[str]) -> None:
+    """Refuses, on every rank, files that differ between ranks, or have different values of tied parameters."""
     group = groups.default_group()
     here = torch.tensor([bool(reading.unlike), len(lacks), -len(lacks)], device=devices.collective_device(group))
     unlike, most, least = sync_collectives.reduced(here, "max", group).tolist()

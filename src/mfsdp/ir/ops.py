@@ -62,66 +62,47 @@ from ..config.units import Axis, UnitSpec
 
 LIBRARY = torch.library.Library("mfsdp", "DEF")
 
-LIBRARY.define("param(Tensor shard, int offset, SymInt[] shape, str spec) -> Tensor")
-LIBRARY.define("param_grad(Tensor grad, Tensor shard, int offset, str spec) -> Tensor")
-LIBRARY.define("returned(Tensor param) -> Tensor")
-LIBRARY.define("refresh(Tensor(a!) source) -> ()")
-LIBRARY.define("refresh_codes(Tensor code, Tensor source, str key, bool back, str spec) -> Tensor")
-LIBRARY.define("all_gather(Tensor shard, str spec, int slot=-1) -> Tensor")
-LIBRARY.define("maxima(Tensor shard, str grids, str spec) -> Tensor")
-LIBRARY.define("spread(Tensor shard, Tensor[] scales, str grids, str spec) -> Tensor")
-LIBRARY.define("cast(Tensor shard, str spec) -> Tensor")
-LIBRARY.define("kept_cast(Tensor shard, str spec) -> Tensor")
-LIBRARY.define("wait(Tensor(a!) out, Tensor[] inputs) -> ()", tags=(torch.Tag.flexible_layout,))
-LIBRARY.define("free(Tensor(a!) full) -> ()")
-LIBRARY.define("bucket(Tensor like, int[] holes, str spec, int slot=-1) -> Tensor", tags=(torch.Tag.flexible_layout,))
-LIBRARY.define(
-    "pack(Tensor(a!) gfull, Tensor[] grads, int[] offsets, float scale) -> ()", tags=(torch.Tag.flexible_layout,)
-)
-LIBRARY.define(
-    "mm(Tensor(a!) gfull, int offset, int[] size, int[] stride, Tensor a, Tensor b) -> ()",
-    tags=(torch.Tag.flexible_layout,),
-)
-LIBRARY.define("hold(Tensor source, Tensor(a!) grads, int[] offsets) -> ()")
-LIBRARY.define("reduce_scatter(Tensor gfull, str spec, int lane) -> Tensor")
-LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec, int lane) -> ()")
-LIBRARY.define(
+_FLEXIBLE = (torch.Tag.flexible_layout,)
+
+
+def _defined(schema: str, tags: Sequence[torch.Tag] = ()) -> Any:
+    """Defines an operation, and returns it."""
+    LIBRARY.define(schema, tags=tags)
+    return getattr(torch.ops.mfsdp, schema.partition("(")[0]).default
+
+
+param = _defined("param(Tensor shard, int offset, SymInt[] shape, str spec) -> Tensor")
+param_grad = _defined("param_grad(Tensor grad, Tensor shard, int offset, str spec) -> Tensor")
+returned = _defined("returned(Tensor param) -> Tensor")
+refresh = _defined("refresh(Tensor(a!) source) -> ()")
+refresh_codes = _defined("refresh_codes(Tensor code, Tensor source, str key, bool back, str spec) -> Tensor")
+all_gather = _defined("all_gather(Tensor shard, str spec, int slot=-1) -> Tensor")
+maxima = _defined("maxima(Tensor shard, str grids, str spec) -> Tensor")
+spread = _defined("spread(Tensor shard, Tensor[] scales, str grids, str spec) -> Tensor")
+cast = _defined("cast(Tensor shard, str spec) -> Tensor")
+kept_cast = _defined("kept_cast(Tensor shard, str spec) -> Tensor")
+wait = _defined("wait(Tensor(a!) out, Tensor[] inputs) -> ()", _FLEXIBLE)
+free = _defined("free(Tensor(a!) full) -> ()")
+bucket = _defined("bucket(Tensor like, int[] holes, str spec, int slot=-1) -> Tensor", _FLEXIBLE)
+pack = _defined("pack(Tensor(a!) gfull, Tensor[] grads, int[] offsets, float scale) -> ()", _FLEXIBLE)
+mm = _defined("mm(Tensor(a!) gfull, int offset, int[] size, int[] stride, Tensor a, Tensor b) -> ()", _FLEXIBLE)
+hold = _defined("hold(Tensor source, Tensor(a!) grads, int[] offsets) -> ()")
+reduce_scatter = _defined("reduce_scatter(Tensor gfull, str spec, int lane) -> Tensor")
+all_reduce = _defined("all_reduce(Tensor(a!) gfull, str spec, int lane) -> ()")
+collective = _defined(
     "collective(Tensor source, str verb, str axis, SymInt[] received, SymInt[] splits, Tensor(a!)? order=None)"
     " -> Tensor",
-    tags=(torch.Tag.flexible_layout,),  # a copy with other strides is not what `wait` keeps
+    _FLEXIBLE,  # a copy with other strides is not what `wait` keeps
 )
-LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale, bool reused=False) -> ()")
-LIBRARY.define("offload(Tensor x) -> Tensor")
-LIBRARY.define("reload(Tensor host, Device device) -> Tensor")
-LIBRARY.define(  # writes nothing, but says so: compilers drop pure operations without results
+accumulate = _defined(
+    "accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale, bool reused=False) -> ()"
+)
+offload = _defined("offload(Tensor x) -> Tensor")
+reload = _defined("reload(Tensor host, Device device) -> Tensor")
+probe = _defined(  # writes nothing, but says so: compilers drop pure operations without results
     "probe(Tensor(a!) value, Tensor? source, int[] starts, int[] sizes, str names, str what) -> ()",
-    tags=(torch.Tag.flexible_layout,),
+    _FLEXIBLE,
 )
-
-_ops = torch.ops.mfsdp
-param = _ops.param.default
-param_grad = _ops.param_grad.default
-returned = _ops.returned.default
-refresh = _ops.refresh.default
-refresh_codes = _ops.refresh_codes.default
-all_gather = _ops.all_gather.default
-maxima = _ops.maxima.default
-spread = _ops.spread.default
-cast = _ops.cast.default
-kept_cast = _ops.kept_cast.default
-wait = _ops.wait.default
-free = _ops.free.default
-bucket = _ops.bucket.default
-pack = _ops.pack.default
-mm = _ops.mm.default
-hold = _ops.hold.default
-reduce_scatter = _ops.reduce_scatter.default
-all_reduce = _ops.all_reduce.default
-accumulate = _ops.accumulate.default
-collective = _ops.collective.default
-probe = _ops.probe.default
-offload = _ops.offload.default
-reload = _ops.reload.default
 
 OURS = (refresh, refresh_codes, maxima, all_gather, reduce_scatter, all_reduce)
 """Collectives of data parallelism, each of one unit."""

@@ -306,11 +306,7 @@ def everywhere(p: Program) -> Iterator[Fault]:
 
 
 def _brought(p: Program, name: str, mine: list[Node]) -> Iterator[tuple[Node, set[int]]]:
-    """Offsets of a unit's parameters whose gradients reach each stage, with a node of the stage.
-
-    Args:
-        mine: the unit's nodes.
-    """
+    """Offsets of a unit's parameters whose gradients reach each stage, with a node of it (``mine``: the unit's)."""
     unit, results = p.unit(name), p.results()
     if not unit.sharded:
         yield p.output, {o for i, (u, o) in p.gradients.items() if u == name and isinstance(results[i], Node)}

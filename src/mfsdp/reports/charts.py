@@ -196,25 +196,19 @@ def _timeline(report: StepData, axis: Any, factor: float) -> Any:
     heights = {lane: -i for i, lane in enumerate(used)}
     ticks(plot, {0.85: "Step", **{float(y): LANES[lane] for lane, y in heights.items()}})
     boxes = _step_boxes(report, factor, heights)
-    named, sources, glyphs = [], [], []
+    named = []
     for kind, rows in boxes.items():
         name, color, _ = KINDS[kind]
-        source = bokeh.models.ColumnDataSource(columns(rows, STEP_COLUMNS))
-        drawn = plot.quad(
-            "left", "right", "top", "bottom", source=source, fill_color=color, line_color="#ffffff", line_alpha=0.0,
-            name="boxes",
-        )  # fmt: skip
+        drawn = draw(plot, rows, STEP_COLUMNS, fill_color=color, line_color="#ffffff", line_alpha=0.0, name="boxes")
         drawn.nonselection_glyph = None
         drawn.selection_glyph = drawn.glyph.clone(line_color="#10161c", line_alpha=1.0, line_width=2)
         named.append((name, drawn))
-        sources.append(source)
-        glyphs.append(drawn.glyph)
-    sources.append(_phases(plot, report, factor))
+    lines = [r for _, r in named]
+    label(plot, [*lines, _phases(plot, report, factor)], [r.glyph for r in lines])
     plot.add_tools(
-        bokeh.models.HoverTool(renderers=[r for _, r in named], tooltips=STEP_TIP, point_policy="follow_mouse"),
-        bokeh.models.TapTool(renderers=[r for _, r in named], callback=bokeh.models.CustomJS(code=TAPPED)),
+        bokeh.models.HoverTool(renderers=lines, tooltips=STEP_TIP, point_policy="follow_mouse"),
+        bokeh.models.TapTool(renderers=lines, callback=bokeh.models.CustomJS(code=TAPPED)),
     )
-    label(plot, sources, glyphs)
     _legend(plot, named)
     return plot
 
@@ -225,15 +219,22 @@ def ticks(plot: Any, labels: Mapping[float, str]) -> None:
     plot.yaxis.major_tick_line_color = plot.yaxis.axis_line_color = None
 
 
-def label(plot: Any, sources: Sequence[Any], glyphs: Sequence[Any]) -> None:
-    """Adds text to the boxes, updated whenever the view changes."""
+def draw(plot: Any, boxes: Sequence[Mapping[str, object]], names: Sequence[str], **look: Any) -> Any:
+    """Draws boxes with the columns ``names``; returns what draws them, which holds their data."""
+    source = bokeh.models.ColumnDataSource(columns(boxes, names))
+    return plot.quad("left", "right", "top", "bottom", source=source, **look)
+
+
+def label(plot: Any, boxes: Sequence[Any], glyphs: Sequence[Any]) -> None:
+    """Adds text to drawn boxes, updated whenever the view changes; outlines ``glyphs`` when few are visible."""
+    sources = [drawn.data_source for drawn in boxes]
     labels = bokeh.models.ColumnDataSource({"x": [], "y": [], "text": [], "color": []})
     plot.text(
         "x", "y", "text", source=labels, text_color="color", text_font_size="11px", text_font={"value": "monospace"},
         text_align="center", text_baseline="middle", name="labels",
     )  # fmt: skip
     write = bokeh.models.CustomJS(
-        args={"plot": plot, "x": plot.x_range, "sources": list(sources), "labels": labels, "glyphs": list(glyphs)},
+        args={"plot": plot, "x": plot.x_range, "sources": sources, "labels": labels, "glyphs": list(glyphs)},
         code=LABELS,
     )
     for name in ("start", "end"):
@@ -256,9 +257,7 @@ def _phases(plot: Any, report: StepData, factor: float) -> Any:
          "ink": "#3d4852", "color": "#e9edf1" if i % 2 else "#dde3e9"}
         for i, (name, a, b) in enumerate(spans)
     ]  # fmt: skip
-    source = bokeh.models.ColumnDataSource(columns(rows, BOX_COLUMNS))
-    plot.quad("left", "right", "top", "bottom", source=source, fill_color="color", line_color=None)
-    return source
+    return draw(plot, rows, BOX_COLUMNS, fill_color="color", line_color=None)
 
 
 def _step_boxes(report: StepData, factor: float, heights: Mapping[str, int]) -> dict[str, list[dict[str, object]]]:
@@ -336,8 +335,7 @@ def _memory_chart(report: StepData, axis: Any, factor: float, unit: str) -> Any:
 
 
 def _band(plot: Any, boxes: Sequence[Mapping[str, object]], color: str) -> Any:
-    source = bokeh.models.ColumnDataSource(columns(boxes, ("left", "right", "bottom", "top", "text", "detail")))
-    return plot.quad("left", "right", "top", "bottom", source=source, fill_color=color, line_color=None)
+    return draw(plot, boxes, ("left", "right", "bottom", "top", "text", "detail"), fill_color=color, line_color=None)
 
 
 def _curve(plot: Any, report: StepData, factor: float, scale: int, base: int) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config.layout import Layout
 from ..config.units import Unit
-from .charts import BOX_COLUMNS, TIP, bokeh, columns, figure, label, ticks
+from .charts import BOX_COLUMNS, TIP, bokeh, draw, figure, label, ticks
 
 PARAMETERS = ("#8fb4dd", "#f0c98a", "#9fd0b4", "#cdb2e2", "#eeb0a8", "#a8d5dc", "#d9cf9a", "#c3c9d1")
 
@@ -65,15 +65,14 @@ def _bars(elements: int, rows: int, label: str) -> Any:
 
 
 def _draw(plot: Any, boxes: Sequence[Mapping[str, object]]) -> None:
-    parts = bokeh.models.ColumnDataSource(columns([b for b in boxes if b["color"]], BOX_COLUMNS))
-    holes = bokeh.models.ColumnDataSource(columns([b for b in boxes if not b["color"]], BOX_COLUMNS))
-    drawn = plot.quad("left", "right", "top", "bottom", source=parts, fill_color="color", line_color="#ffffff")
-    empty = plot.quad(
-        "left", "right", "top", "bottom", source=holes, fill_color="#f4f5f7", line_color="#9aa5b1", hatch_pattern="/",
+    parts, holes = [b for b in boxes if b["color"]], [b for b in boxes if not b["color"]]
+    drawn = draw(plot, parts, BOX_COLUMNS, fill_color="color", line_color="#ffffff")
+    empty = draw(
+        plot, holes, BOX_COLUMNS, fill_color="#f4f5f7", line_color="#9aa5b1", hatch_pattern="/",
         hatch_color="#9aa5b1", hatch_scale=7,
     )  # fmt: skip
     plot.add_tools(bokeh.models.HoverTool(renderers=[drawn, empty], tooltips=TIP, point_policy="follow_mouse"))
-    label(plot, [parts], [])
+    label(plot, [drawn], [])
 
 
 def _shown(world: int) -> list[int | None]:

@@ -7,7 +7,7 @@ from typing import Any
 from ..cost_model.pipeline_schedule import Span
 from ..cost_model.step_data import Pipeline
 from ..ir.byte_costs import size
-from .charts import BOX_COLUMNS, SCALES, TIP, bokeh, brief, columns, figure, label, ticks
+from .charts import BOX_COLUMNS, SCALES, TIP, bokeh, brief, draw, figure, label, ticks
 
 KINDS = {
     "F": ("forward", "#3565a8", "#ffffff"),
@@ -38,14 +38,10 @@ def pipeline_chart(pipeline: Pipeline) -> Any:
     spans = [s for s in pipeline.spans if s.end > s.start]
     computed = [_computed(s, factor, pipeline) for s in spans if not s.is_message]
     moved = [box for s in spans if s.is_message for box in _moved(s, factor)]
-    drawn, sources = [], []
-    for boxes in (computed, moved):
-        source = bokeh.models.ColumnDataSource(columns(boxes, BOX_COLUMNS))
-        glyph = {"fill_color": "color", "line_color": "#ffffff"}
-        drawn.append(plot.quad("left", "right", "top", "bottom", source=source, **glyph))
-        sources.append(source)
+    kinds = (computed, moved)
+    drawn = [draw(plot, boxes, BOX_COLUMNS, fill_color="color", line_color="#ffffff") for boxes in kinds]
     plot.add_tools(bokeh.models.HoverTool(renderers=drawn, tooltips=TIP, point_policy="follow_mouse"))
-    label(plot, sources, [])
+    label(plot, drawn, [])
     return bokeh.embed.json_item(plot)
 
 

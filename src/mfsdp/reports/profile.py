@@ -235,17 +235,14 @@ class profile(AbstractContextManager["profile"]):
         return {"compute": sum(kernels.values())} if kernels else {}
 
     def __str__(self) -> str:
-        return self._text(None)
+        return self.against(None)
 
-    def against(self, report: StepData) -> str:
+    def against(self, report: StepData | None) -> str:
         """Returns a table of every line's predicted and measured time, in ms.
 
         Args:
-            report: result of `mfsdp.explain` for the same model.
+            report: result of `mfsdp.explain` for the same model; ``None``: measured times alone.
         """
-        return self._text(report)
-
-    def _text(self, report: StepData | None) -> str:
         planned: dict[tuple[str, str], float] = {}
         for view in report.views if report is not None else ():
             for x in view.lines:

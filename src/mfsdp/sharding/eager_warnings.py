@@ -24,14 +24,12 @@ def warn_of_read(unit: UnitState, place: str) -> None:
     if place in warned:
         return
     warned.add(place)
-    data = (
-        ""
-        if _scalars_are_captured()
-        else (
+    data = ""
+    if not _scalars_are_captured():
+        data = (
             " What depends on data (splits of an all-to-all) breaks graphs unless torch._dynamo.config."
             "capture_scalar_outputs is True."
         )
-    )
     warnings.warn(
         f"mfsdp: {place} reads parameters of unit {unit.fqn!r} outside of a compiled graph: the eager path gathers "
         "the unit there, without overlap. If it should be compiled, look for a graph break (TORCH_LOGS=graph_breaks) "

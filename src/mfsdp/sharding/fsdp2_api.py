@@ -173,8 +173,10 @@ _ELSEWHERE = {
 """Methods without a meaning here, and their alternatives."""
 
 
-def _refusal(name: str, words: str) -> Callable[..., NoReturn]:
-    def method(self: object, *args: object, **kwargs: object) -> NoReturn:
+def refusal(name: str, words: str) -> Callable[..., NoReturn]:
+    """Returns a function or method that is not supported; ``words`` say what to do instead."""
+
+    def method(*args: object, **kwargs: object) -> NoReturn:
         _instead(name, words)
 
     method.__name__ = method.__qualname__ = name
@@ -183,7 +185,7 @@ def _refusal(name: str, words: str) -> Callable[..., NoReturn]:
 
 
 for _name, _words in _ELSEWHERE.items():
-    setattr(Spelling, _name, _refusal(_name, _words))
+    setattr(Spelling, _name, refusal(_name, _words))
 
 
 # Casts of a unit's inputs and outputs

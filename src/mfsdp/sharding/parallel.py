@@ -171,6 +171,14 @@ class _Inside:
 
     inside: bool
     """Whether its forward runs and shows local tensors."""
+    hides: bool
+    """Whether transformers' class would hide a bias by local tensors: no need here."""
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        return not self.hides and super().should_use_local_tensors(module)  # type: ignore[misc, no-any-return]
+
+    def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> _Showing:
+        return _Showing(self, self.should_use_local_tensors(module))
 
 
 class _Showing:
@@ -195,18 +203,9 @@ def _adapted(style: Any) -> Any:
 
 
 @functools.cache
-def _style(kind: type) -> type:
-    theirs: Any = kind
-    hides = theirs.context_around_forward.__qualname__.startswith("RowwiseParallel.")  # hides its bias: no need here
-
-    def should_use_local_tensors(self: _Inside, module: nn.Module) -> bool:
-        return not hides and theirs.should_use_local_tensors(self, module)
-
-    def context_around_forward(self: _Inside, module: nn.Module, mesh: DeviceMesh) -> _Showing:
-        return _Showing(self, should_use_local_tensors(self, module))
-
-    space = {"context_around_forward": context_around_forward, "should_use_local_tensors": should_use_local_tensors}
-    return type(kind.__name__, (_Inside, kind), space)
+def _style(kind: Any) -> type:
+    hides = kind.context_around_forward.__qualname__.startswith("RowwiseParallel.")
+    return type(kind.__name__, (_Inside, kind), {"hides": hides})
 
 
 @functools.cache

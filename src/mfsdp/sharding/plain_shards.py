@@ -73,11 +73,7 @@ class _Parallelism:
     def over(
         self, said: str, value: bool, fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None
     ) -> DeviceMesh | None:
-        """Returns the ranks if the parameter has the attribute ``said`` with that value and there are several.
-
-        Raises:
-            NotImplementedError: they are not known, or another number of them is.
-        """
+        """Returns the ranks if the parameter has the attribute ``said`` with that value and there are several."""
         ranks = self.ranks(owner) if getattr(param, said, None) is value else 1
         if ranks == 1:
             return None

@@ -144,11 +144,7 @@ class QuantizedLinear(nn.Module):
         return wrong
 
     def _mfsdp_loaded(self) -> None:
-        """Takes over what was loaded into the packed entries of the state dict: the offset of nested scales.
-
-        Raises:
-            ValueError: they are of a weight that was quantized otherwise.
-        """
+        """Takes over what was loaded into the packed entries of the state dict: the offset of nested scales."""
         for key, packed in self._mfsdp_packed.items():
             if key.startswith("weight.quant_state."):
                 form, name = cast(bnb.Blocks, self._mfsdp_form), "weight_nested_offset"

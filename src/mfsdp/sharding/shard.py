@@ -141,7 +141,6 @@ def fully_shard(
     fsdp2_api.no_offload(offload_policy, shard_placement_fn)
     given = _modules(module, units)
     root = given[0] if len(given) == 1 else nn.ModuleList(given)
-    validate.not_by_torch(root)
     validate.at_rest(root)
     no_optimizer(root)
     auto, ignored = isinstance(units, str) and units == "auto", set(ignored_params or ())
@@ -198,12 +197,7 @@ class _Arguments:
     def of(
         strategy: str | int, outer_strategy: str, mp_policy: fsdp2_api.Policy, reshard: bool | None, plan: Plan | None
     ) -> _Arguments:
-        """Checks and converts arguments of `fully_shard`.
-
-        Raises:
-            ValueError: one is bad, or two contradict each other.
-            NotImplementedError: one of FSDP2's is not supported.
-        """
+        """Checks and converts arguments of `fully_shard`."""
         name = strategy_name(strategy)
         if outer_strategy not in OUTER:
             raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {OUTER}")
@@ -220,17 +214,8 @@ class _Arguments:
 
 
 class _Call:
-    """One call of `fully_shard`. Making it plans the buffers of all units, and finds the ranks that have to do with
-    them; it changes no module. `commit` and `finish` do.
-
-    Args:
-        given: the given modules.
-        root: the given module, or a list of the several that are given.
-        optional: modules whose units ranks may skip.
-        mesh: the given mesh.
-
-    Raises:
-        ValueError: the plan was made for another model; axes of the mesh do not go together.
+    """One call of `fully_shard`, on a module or a list of several (``root``). Making it plans the buffers of all units,
+    finds the ranks that have to do with them, and changes no module; `commit` and `finish` do.
     """
 
     def __init__(
@@ -303,11 +288,7 @@ class _Call:
         return list(dict.fromkeys([*self.groups, *self.placement.beside, *cut]))
 
     def commit(self, synced: Sequence[str], rollback: Rollback) -> None:
-        """Moves values into flat buffers, then gives modules their new classes.
-
-        Args:
-            synced: names of groups whose first rank's values are taken.
-        """
+        """Moves values, of the first rank of ``synced`` groups, into flat buffers; then gives modules new classes."""
         policy, reshard = self.how.policy, self.how.reshard
         states = [UnitState(unit.fqn, self.outermost, policy) for unit in self.planned]
         for unit, state in zip(self.planned, states, strict=True):
@@ -412,11 +393,7 @@ def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], planned: Sequen
 
 
 def _outermost(first: nn.Module, root: nn.Module, how: _Arguments, found: Axes, ranks: int, units: int) -> Outermost:
-    """Describes the model to its units.
-
-    Raises:
-        ValueError: the plan was made for another model, or for another sharding.
-    """
+    """Describes the model to its units, after checking that the plan was made for it and its sharding."""
     sharding = {
         "strategy": how.strategy, "outer_strategy": how.outer_strategy, "mp_policy": str(how.policy),
         "mesh": " x ".join(map(str, found.grid().shape)), "units": units,

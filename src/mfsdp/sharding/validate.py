@@ -155,22 +155,15 @@ def _unit_of(param: ShardedParameter) -> str:
 # Modules that are already sharded
 
 
-def not_by_torch(module: nn.Module) -> None:
-    """Refuses a model that torch's FSDP2 or FSDP has sharded.
+def at_rest(module: nn.Module) -> None:
+    """Refuses a model that torch's FSDP2 or FSDP has sharded, and one with a unit that is gathered or has gradients
+    (invariant 27).
 
     Raises:
-        ValueError: names which, and what to do.
+        ValueError: names the unit by its path in ``module``, and what to do.
     """
     if instead := sharded_by_torch(module):
         raise ValueError(f"fully_shard: {instead}")
-
-
-def at_rest(module: nn.Module) -> None:
-    """Refuses to wrap while a unit below is gathered or has gradients (invariant 27).
-
-    Raises:
-        ValueError: names the unit by its path in ``module``, and the call to make.
-    """
     below = {r.unit: None for m in module.modules() for r in refs(m).values()}
     paths = units_of(module)  # a block that was sharded by itself is "(root)" of that call
     for unit in below:

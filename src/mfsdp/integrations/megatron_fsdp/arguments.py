@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any
@@ -189,7 +189,7 @@ class Arguments:
     def _experts(self, module: nn.Module) -> list[nn.Module]:
         if self.expt_device_mesh is None:
             return []
-        return list(_outermost(module, lambda m: all(map(_is_expert, m.parameters()))))
+        return list(_outermost_experts(module))
 
     def _same(self) -> dict[str, Any]:
         """What is the same for experts and for the rest."""
@@ -265,13 +265,14 @@ def _is_expert(param: nn.Parameter) -> bool:
     return getattr(param, "allreduce", True) is False and type(param) is nn.Parameter
 
 
-def _outermost(module: nn.Module, test: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
-    """Yields modules with parameters that pass a test, and none below them."""
-    if next(module.parameters(), None) is not None and test(module):
+def _outermost_experts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields modules whose parameters are all experts', and none below them."""
+    experts = [_is_expert(p) for p in module.parameters()]
+    if experts and all(experts):
         yield module
         return
     for child in module.children():
-        yield from _outermost(child, test)
+        yield from _outermost_experts(child)
 
 
 def _mixed(module: nn.Module, experts: Sequence[nn.Module]) -> str | None:

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from .arguments import Arguments
+
 
 @dataclass
 class FSDPDistributedIndex:
@@ -118,10 +120,12 @@ class DistributedDataParallelConfig:
         Raises:
             ValueError: it has dtypes, which the constructor takes from ``mixed_precision_policy``.
         """
-        dtypes = [name for name in _DTYPES if getattr(self, name) != _DTYPES[name]]
-        if dtypes:
-            raise ValueError(f"{dtypes[0]}: MegatronFSDP(mixed_precision_policy=) says dtypes; leave it at its default")
-        same = {name: getattr(self, name) for name in _SAME}
+        for f in fields(self):
+            if f.name.endswith("_dtype") and getattr(self, f.name) != f.default:
+                raise ValueError(
+                    f"{f.name}: MegatronFSDP(mixed_precision_policy=) says dtypes; leave it at its default"
+                )
+        same = {f.name: getattr(self, f.name) for f in fields(self) if f.name in Arguments.__dataclass_fields__}
         renamed = {ours: getattr(self, theirs) for theirs, ours in _RENAMED.items()}
         if self.data_parallel_sharding_strategy == "optim_grads_params":
             same["overlap_param_gather"] = True
@@ -133,16 +137,6 @@ _NO_SIZES = {
     "suggested_communication_unit_size": "units define what is communicated at once; how far ahead, in units: "
     "options={'prefetch': 2, 'reduce_lag': 2}, in bytes: options={'max_unsharded': 2**30} (MFSDP_OPTIONS)",
 }
-_DTYPES = {
-    "megatron_fsdp_main_params_dtype": torch.float32,
-    "megatron_fsdp_main_grads_dtype": None,
-    "megatron_fsdp_grad_comm_dtype": None,
-}
-_SAME = (
-    "overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad", "average_in_collective",
-    "keep_fp8_transpose_cache", "nccl_ub", "fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail",
-    "outer_dp_sharding_strategy", "disable_symmetric_registration",
-)  # fmt: skip
 _RENAMED = {
     "data_parallel_sharding_strategy": "zero_dp_strategy",
     "megatron_fsdp_use_decoupled_grad": "use_decoupled_grad",

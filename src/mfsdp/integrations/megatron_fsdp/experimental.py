@@ -20,7 +20,7 @@ from ...sharding.contexts import gradient_sync
 from ...sharding.module import FSDPModule
 from ...sharding.shard import fully_shard as shard
 from .. import environment
-from ..compiling import not_compiled_elsewhere
+from ..compiling import not_compiled
 from . import optimizer as optimizers
 from .mixed_precision import MixedPrecisionPolicy, policy_of
 
@@ -134,7 +134,7 @@ def fully_shard(
 def in_place(module: nn.Module, arguments: dict[str, Any], options: dict[str, Any], compile: bool) -> None:
     """Shards a module by arguments of `mfsdp.fully_shard`, and compiles it."""
     if compile:
-        not_compiled_elsewhere(module, "fully_shard", "fully_shard(options=)")
+        not_compiled(module, "fully_shard", "fully_shard(options=)", sharded=True)
     shard(module, **arguments)
     assert isinstance(module, FSDPModule)
     optimizers.remember(module, ahead=options.get("prefetch") != 0)
@@ -172,17 +172,10 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
 class DBuffer:
     """Raises NotImplementedError: buffers are internal."""
 
-    def __init__(self, *args: object, **kwargs: object):
-        _no_buffer()
+    def __new__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(
+            "DBuffer: buffers of mfsdp are internal. For sharded tensors of your own use torch.distributed.tensor; "
+            "values of a parameter are param.to_local() and param.full_tensor()"
+        )
 
-    @classmethod
-    def distribute_tensors(cls, *args: object, **kwargs: object) -> NoReturn:
-        """Raises NotImplementedError."""
-        _no_buffer()
-
-
-def _no_buffer() -> NoReturn:
-    raise NotImplementedError(
-        "DBuffer: buffers of mfsdp are internal. For sharded tensors of your own use torch.distributed.tensor; values "
-        "of a parameter are param.to_local() and param.full_tensor()"
-    )
+    distribute_tensors = __new__

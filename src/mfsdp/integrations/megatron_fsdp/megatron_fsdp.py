@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,12 +13,15 @@ from torch import nn
 from ...buffers.norms import check_finite
 from ...buffers.replica_check import check_replicas
 from ...sharding.contexts import synchronize
+from ...sharding.fsdp2_api import refusal
 from ...sharding.module import FSDPModule, buffers_of
 from ...sharding.shard import fully_shard
 from ..compiling import not_compiled
 from . import optimizer as optimizers
 from .arguments import Arguments
 from .configuration import DistributedDataParallelConfig, FSDPDistributedIndex
+
+_FIXED = "the policy is fixed when the model is sharded: give fully_shard_model(mixed_precision_policy=)"
 
 
 class MegatronFSDP(nn.Module):
@@ -70,7 +73,6 @@ class MegatronFSDP(nn.Module):
         self._begin(module, Arguments(**{**said, **mesh, **arguments}))
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
-        """Shards and compiles the module."""
         if not isinstance(module, nn.Module):
             raise TypeError(f"fully_shard_model: {module!r} is no module")
         if arguments.compile:
@@ -184,9 +186,7 @@ class MegatronFSDP(nn.Module):
         if self._arguments.report_nan_in_param_grad or self._arguments.check_for_nan_in_grad:
             check_finite(self.module)
 
-    def synchronize_gradient_reduce(self) -> None:
-        """As `finish_grad_sync`."""
-        self.finish_grad_sync()
+    synchronize_gradient_reduce = finish_grad_sync
 
     def start_grad_sync(self, *unused: object) -> None:
         """Does nothing: backward's graph reduces gradients."""
@@ -245,29 +245,19 @@ class MegatronFSDP(nn.Module):
 
     # What is not there
 
-    def all_gather_and_wait_parameters_ready(self, *unused: object, **more: object) -> NoReturn:
-        """Raises NotImplementedError."""
-        _instead(
-            "all_gather_and_wait_parameters_ready",
-            "graphs gather by themselves; for other code: model.module.unshard(), mfsdp.unsharded(model) or "
-            "mfsdp.summon_full_params(model)",
-        )
-
-    def mixed_precision_context(self, mixed_precision_policy: object) -> NoReturn:
-        """Raises NotImplementedError."""
-        _instead("mixed_precision_context", _FIXED)
-
-    def reset_mixed_precision_policy(self, mixed_precision_policy: object) -> NoReturn:
-        """Raises NotImplementedError."""
-        _instead("reset_mixed_precision_policy", _FIXED)
+    all_gather_and_wait_parameters_ready = refusal(
+        "MegatronFSDP.all_gather_and_wait_parameters_ready",
+        "graphs gather by themselves; for other code: model.module.unshard(), mfsdp.unsharded(model) or "
+        "mfsdp.summon_full_params(model)",
+    )
+    mixed_precision_context = refusal("MegatronFSDP.mixed_precision_context", _FIXED)
+    reset_mixed_precision_policy = refusal("MegatronFSDP.reset_mixed_precision_policy", _FIXED)
 
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT:
             raise AttributeError(f"MegatronFSDP.{name} does not exist in mfsdp: {_ABSENT[name]}")
         return super().__getattr__(name)
 
-
-_FIXED = "the policy is fixed when the model is sharded: give fully_shard_model(mixed_precision_policy=)"
 
 _ABSENT = {
     "param_and_grad_buffer": "buffers are internal; model.named_parameters() are what the optimizer steps",
@@ -282,10 +272,6 @@ _ABSENT = {
     "dist_index": "model.get_distributed_index() returns it",
 }
 """Attributes of megatron-fsdp's class, and what to use instead; ``hasattr`` is ``False``."""
-
-
-def _instead(method: str, words: str) -> NoReturn:
-    raise NotImplementedError(f"MegatronFSDP.{method} is not supported: {words}")
 
 
 def wrapped(module: nn.Module, arguments: Arguments) -> MegatronFSDP:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...buffers.flat_buffer import FlatBuffer
 from ...buffers.norms import check_finite
+from ...dtensor.optimizer_hooks import buffers_of
 from ...optim import flat_optimizer
 from ...sharding.module import FSDPModule
 
@@ -42,7 +43,7 @@ def remember(root: FSDPModule, *, decoupled: bool = False, ahead: bool = True, f
 
 
 def _settings(optimizer: Optimizer) -> _Settings:
-    owners = _buffers(optimizer) if isinstance(optimizer, Optimizer) else []
+    owners = buffers_of(optimizer) if isinstance(optimizer, Optimizer) else []
     found = _SETTINGS.get(owners[0].unit.outermost) if owners else None
     return found or _Settings()
 
@@ -98,13 +99,11 @@ def complete(buffers: Iterable[FlatBuffer]) -> None:
             )
 
 
-@functools.cache
-def _subclass(flat: type[Optimizer]) -> type[Optimizer]:
-    """The class of a flat optimizer with megatron-fsdp's keyword arguments."""
-    base: Any = flat
+class _Flat(Optimizer):
+    """Above a flat optimizer's class: megatron-fsdp's keyword arguments, and state to load into."""
 
-    def step(
-        self: Any,
+    def step(  # type: ignore[override]
+        self,
         closure: Callable[[], Any] | None = None,
         *,
         sync_grad_before_optimizer_step: bool = True,
@@ -120,16 +119,18 @@ def _subclass(flat: type[Optimizer]) -> type[Optimizer]:
 
         def checked() -> Any:
             loss = None if closure is None else closure()
-            complete(_buffers(self))
+            complete(buffers_of(self))
             if (model := _settings(self).finite()) is not None:
                 check_finite(model)
             return loss
 
         if closure is None:
             checked()
-        return base.step(self, None if closure is None else checked)
+        return super().step(None if closure is None else checked)  # type: ignore[arg-type]
 
-    def zero_grad(self: Any, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
+    step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
+
+    def zero_grad(self, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
         """As the base's.
 
         Raises:
@@ -140,41 +141,42 @@ def _subclass(flat: type[Optimizer]) -> type[Optimizer]:
                 "zero_grad(zero_grad_buffer=False): gradients have one buffer, of which param.grad is a view: leave "
                 "out zero_grad() to keep them"
             )
-        base.zero_grad(self, set_to_none)
+        super().zero_grad(set_to_none)
 
-    def state_dict(self: Any) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """As the base's; before the first step with zeros in the place of state.
 
         Warns:
             UserWarning: before the first step, and gradients are there: it has no state.
         """
         gradients = any(p.grad is not None for group in self.param_groups for p in group["params"])
-        if not self.state and not gradients and not any(b.gradients.holds for b in _buffers(self)):
-            return _with_zeros(self, base)
+        if not self.state and not gradients and not any(b.gradients.holds for b in buffers_of(self)):
+            return _with_zeros(self)
         if not self.state:
             warnings.warn(
                 "mfsdp: state_dict() before the first step has no state to load into while there are gradients: call "
                 "zero_grad() first",
                 stacklevel=2,
             )
-        return cast(dict[str, Any], base.state_dict(self))
+        return super().state_dict()
 
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the base's; state of parameters that had not been stepped is left out, so that the first step makes it."""
         kept = {p: s for p, s in state_dict["state"].items() if s.get("step", 1) or isinstance(self, Adagrad)}
-        base.load_state_dict(self, {**state_dict, "state": kept})
-
-    step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
-    space = {"__module__": flat.__module__, "step": step, "zero_grad": zero_grad}
-    space |= {"state_dict": state_dict, "load_state_dict": load_state_dict}
-    return type(flat.__name__, (flat,), space)
+        super().load_state_dict({**state_dict, "state": kept})
 
 
-def _with_zeros(optimizer: Any, base: Any) -> dict[str, Any]:
+@functools.cache
+def _subclass(flat: type[Optimizer]) -> type[Optimizer]:
+    return type(flat.__name__, (_Flat, flat), {"__module__": flat.__module__})
+
+
+def _with_zeros(optimizer: Any) -> dict[str, Any]:
     """Returns the state dict after a step with zero gradients, learning rates and weight decay, with ``step`` 0. A
     double takes the step, without hooks: the optimizer and its groups, in which some count steps, stay as they are.
     """
-    double = object.__new__(type(optimizer))
+    double: Any = object.__new__(type(optimizer))
+    base: Any = super(_Flat, double)
     double.__setstate__({**optimizer.__getstate__(), "state": defaultdict(dict)})
     for name, value in vars(optimizer).items():
         if "hooks" not in name and name != "_mfsdp_runs":
@@ -183,11 +185,11 @@ def _with_zeros(optimizer: Any, base: Any) -> dict[str, Any]:
     try:
         for param in (p for group in double.param_groups for p in group["params"] if p.requires_grad):
             param.grad = torch.zeros_like(param)
-        base.step(double)
+        base.step()
     finally:
-        base.zero_grad(double)
+        base.zero_grad()
     double.param_groups = optimizer.param_groups
-    out: dict[str, Any] = base.state_dict(double)
+    out: dict[str, Any] = base.state_dict()
     for state in out["state"].values():
         if "step" in state:
             state["step"] = state["step"] * 0
@@ -198,12 +200,6 @@ def _nothing(group: dict[str, Any]) -> dict[str, Any]:
     """Zeros for the settings of a group that move weights without a gradient, or state."""
     kept = {name: group[name] for name in ("lr", "weight_decay") if name in group}
     return {n: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0.0 for n, v in kept.items()}
-
-
-def _buffers(optimizer: Optimizer) -> list[FlatBuffer]:
-    """Returns the flat buffers of the parameters that an optimizer steps."""
-    owners = (getattr(p, "_mfsdp_owner", None) for group in optimizer.param_groups for p in group["params"])
-    return [owner for owner in dict.fromkeys(owners) if owner is not None]
 
 
 def refuse(optimizer: Optimizer, strange: torch.Tensor | None) -> NoReturn:

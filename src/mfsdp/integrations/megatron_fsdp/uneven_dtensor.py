@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict as get_state_dict
 from torch.distributed.tensor import DTensor, Replicate
+
+from ...sharding.fsdp2_api import refusal
 
 
 def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
@@ -32,28 +34,14 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
     """Does nothing: the tensor knows its chunks."""
 
 
-def gather_and_compute_chunk_metadata(dtensor: DTensor) -> NoReturn:
-    """Raises NotImplementedError."""
-    raise NotImplementedError(
-        "gather_and_compute_chunk_metadata: a tensor of mfsdp may have several chunks on a rank; it reports them to "
-        "torch.distributed.checkpoint by itself"
-    )
-
-
 def validate_uneven_dtensor(dtensor: DTensor) -> None:
     """Does nothing: chunks follow from the layout, which covers every element once."""
 
 
-def split_dtensor(dtensor: DTensor, split_size_or_sections: int | list[int], dim: int = 0, **more: Any) -> NoReturn:
-    """Raises NotImplementedError."""
-    raise NotImplementedError("split_dtensor: use dtensor.full_tensor().split(...), or to_local() for this rank's rows")
-
-
-def filter_unflattened_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> NoReturn:
-    """Raises NotImplementedError."""
-    raise NotImplementedError("filter_unflattened_state_dict: walk the dict")
-
-
-def get_unflattened_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> NoReturn:
-    """Raises NotImplementedError."""
-    raise NotImplementedError("get_unflattened_state_dict: walk the dict")
+gather_and_compute_chunk_metadata = refusal(
+    "gather_and_compute_chunk_metadata",
+    "a tensor of mfsdp may have several chunks on a rank; it reports them to torch.distributed.checkpoint by itself",
+)
+split_dtensor = refusal("split_dtensor", "use dtensor.full_tensor().split(...), or to_local() for this rank's rows")
+filter_unflattened_state_dict = refusal("filter_unflattened_state_dict", "walk the dict")
+get_unflattened_state_dict = refusal("get_unflattened_state_dict", "walk the dict")
