@@ -620,6 +620,7 @@ def test_what_else_it_would_fit_on():
     assert "context" not in measured.uncounted and "context" in report.uncounted
 
 
+@pytest.mark.slow
 def test_suggestions_are_what_the_simulation_confirms():
     report = toy(world=8)
     assert report.suggestions

@@ -436,6 +436,7 @@ FAULTS: dict[Any, tuple[tuple[Any, ...], Toy, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, fault", [(kind, fault) for kind, (faults, *_) in FAULTS.items() for fault in faults])
 def test_what_the_interpreter_sees(kind, fault):
     _, toy, microbatches = FAULTS[kind]

@@ -626,6 +626,7 @@ def test_a_profile_knows_what_the_optimizer_takes():
     assert known.optimizer_seconds(1.0) >= 0.25 > found.optimizer_seconds(1.0), "streamed state is stepped as long"
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_not_followed_says_so(monkeypatch):
     """Blocks that are compiled one by one have other paths in their graphs."""
     model = made(Light, 2, plan=hand_made(1, 2, recomputed=2))
@@ -662,6 +663,7 @@ def test_what_buys_nothing_is_not_chosen():
     assert plan.optimizer == "device" and not plan.host and "KiB" in str(plan)
 
 
+@pytest.mark.slow
 def test_dropout_that_is_computed_again_is_the_same_dropout():
     """Law 54: of a plan, as of torch's own checkpoint."""
     want = steps(made(Dropped, 2))

@@ -118,6 +118,7 @@ def test_on_four_ranks(four_ranks):
 # What is gathered and what is saved
 
 
+@pytest.mark.slow
 def test_bytes_are_gathered_and_matrices_are_not_saved():
     """In forward and in backward, 3.88 times fewer than of bf16, and 3.54 of scales that are not nested."""
     for kind, fewer in (("nested", 3.87), ("nf4", 3.55), ("int8", 1.99), ("torchao int8", 1.98)):
@@ -174,6 +175,7 @@ def test_uncompiled_code_saves_no_matrix(two_ranks):
         assert saved and max(saved) < 100 * 72
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nested", "torchao int8"])
 def test_prediction(kind):
     """Of weights on the meta device, which will be quantized; and of those that are: the same."""
@@ -399,6 +401,7 @@ def test_refused(name):
     assert model[1].weight is weights[1]
 
 
+@pytest.mark.slow
 def test_a_failure_half_way_is_undone(monkeypatch):
     for kind in ("nested", "bf16 storage", "int8", "torchao int8"):
         reference = blocks(kind)
@@ -449,6 +452,7 @@ def test_bytes_are_neither_cast_nor_trained(kind):
         assert p.dtype in (torch.uint8, BF16) and (p.dtype is BF16) == p.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("lowering", ["none", "eager"])
 def test_recomputed_layers(reentrant, lowering):
@@ -465,6 +469,7 @@ def test_recomputed_layers(reentrant, lowering):
         assert p.grad is None or torch.equal(model.get_parameter(name).grad.full_tensor(), p.grad), name
 
 
+@pytest.mark.slow
 def test_odd_sizes():
     """A weight with an odd number of elements, and one in blocks of 4096."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
