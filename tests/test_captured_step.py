@@ -164,10 +164,17 @@ CASES: dict[str, dict[str, Any]] = {
     "microbatches": {"microbatches": 2}, "microbatches, 0": {"microbatches": 2, "strategy": "no_shard"},
     "no prefetch": {"options": {"prefetch": 0, "reduce_lag": 0, "pool": False}},
 }  # fmt: skip
+QUICK, COVERED = ("3", "muon, hsdp"), ("hsdp", "muon", "bf16", "microbatches", "microbatches, 0")
 
 
 @pytest.mark.parametrize(
-    "case", [c if c in ("3", "muon, hsdp") else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+    "case",
+    [
+        pytest.param(
+            c, marks=[] if c in QUICK else [pytest.mark.slow, *([pytest.mark.exhaustive] if c in COVERED else [])]
+        )
+        for c in CASES
+    ],
 )
 def test_twenty_steps_have_the_bits_of_steps_that_run(four, case):
     """Losses, norms, dropout and weights; one recording, and the generator goes on as if the step had run."""
