@@ -12,11 +12,16 @@ import pytest
 # compute on one thread: several add up an embedding's gradient in any order. Read when torch is imported.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "inductor"))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Otherwise each process tries all vector extensions of the CPU before its first kernel: two CPU seconds, twenty with an
+# empty cache. Set it to nothing if the compiler is older than the CPU.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch._inductor.config
+# Of a run on several workers, the first process hands tests out: it needs no torch, and they wait for it.
+if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in sys.argv:
+    import torch._inductor.config
 
-torch._inductor.config.disable_padding_cpu = False
+    torch._inductor.config.disable_padding_cpu = False
 
 if importlib.util.find_spec("hypothesis") is None:  # ``make gpu SYSTEM=1``, on a machine as it is
     absent = MagicMock(__path__=[], __spec__=None)

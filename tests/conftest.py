@@ -4,12 +4,12 @@ import difflib
 import gc
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,7 +44,21 @@ LONGEST = (
 """Files that take longest, which begin first: of several workers none is left alone with one at the end."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whether a file has none of the tests that are asked for, by a mark of all that are in it: to import it, and the
+    framework that it tests, takes seconds.
+    """
+    left_out = re.fullmatch(r"not \w+( and not \w+)*", config.getoption("-m"))
+    if left_out is None or not collection_path.match("test_*.py"):
+        return None
+    of_all = re.search(r"^pytestmark = (.*?)^\S", collection_path.read_text(), re.MULTILINE | re.DOTALL)
+    marks = re.findall(r"pytest\.mark\.(\w+)", of_all[1]) if of_all else []
+    return True if {f"not {mark}" for mark in marks} & set(left_out[0].split(" and ")) else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
     order = TELLING if config.getoption("-m") == "gpu" else LONGEST
     rank = {name: i for i, name in enumerate(order)}
     if config.getoption("--accept"):
@@ -72,6 +86,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _what_a_file_leaves_behind() -> Iterator[None]:
     """Goes with the file; what stays is not gone through again, or collections would take longer and longer."""
+    import torch
+
     yield
     torch._dynamo.reset()
     gc.collect()

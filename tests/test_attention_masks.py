@@ -181,6 +181,7 @@ def test_tiles_tell_what_elements_tell():
         assert (call["attn_mask"] is None) == causal == (offset == 0 and window >= length)
 
 
+@pytest.mark.slow
 def test_bounds_hold_all_elements():
     """Random comparisons, sums and choices: what bounds say of a tile holds for each element of it."""
     generator = torch.Generator().manual_seed(0)
@@ -256,6 +257,7 @@ def test_long_masks_take_no_memory():
     assert backend.calls[0]["is_causal"] is True and backend.most < 2**22, "positions, and bounds of 512 x 512 tiles"
 
 
+@pytest.mark.slow
 def test_lengths_that_are_not_known_stay():
     def mask(x: torch.Tensor) -> torch.Tensor:
         return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()

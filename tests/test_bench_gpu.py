@@ -181,6 +181,7 @@ def row(contender: str = "mfsdp", model: str = "llama-1b", **more: Any) -> gpu_r
 SIZES = {"llama-1b": 1.236e9, "llama-8b": 1.923e9, "qwen3-0.6b": 0.596e9, "gpt2": 0.1244e9, "mixture": 0.78e9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", gpu_row.MODELS)
 def test_models_are_those_of_their_names(model):
     pytest.importorskip("transformers")

@@ -147,6 +147,7 @@ def test_sequences_of_many_lengths():
     assert counted("_flash_attention_forward", q, k, k, lengths, lengths, 24, 24) == 2 * 8 * 32 * 24 * 8
 
 
+@pytest.mark.slow
 def test_grouped_queries_count_alike_however_they_are_computed():
     """Math repeats k and v and has products; the kernel of CPUs has neither."""
 

@@ -156,6 +156,7 @@ def test_a_result_has_a_mesh_of_forwards_inputs():
         assert gm.graph.output_node().args[0] == (nodes[0], nodes[1], nodes[4], None, nodes[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_frozen_models_that_are_checkpointed_are_one_graph(reentrant: bool, late: bool):
@@ -189,6 +190,7 @@ def test_frozen_models_that_are_checkpointed_are_one_graph(reentrant: bool, late
     assert len(model.get_input_embeddings()._forward_hooks) == before - 1
 
 
+@pytest.mark.slow
 def test_hooks_of_others_with_such_a_name_run():
     def make_inputs_require_grads(module, args, output):
         return 2 * output

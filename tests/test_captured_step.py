@@ -164,9 +164,18 @@ CASES: dict[str, dict[str, Any]] = {
     "microbatches": {"microbatches": 2}, "microbatches, 0": {"microbatches": 2, "strategy": "no_shard"},
     "no prefetch": {"options": {"prefetch": 0, "reduce_lag": 0, "pool": False}},
 }  # fmt: skip
+QUICK, COVERED = ("3", "muon, hsdp"), ("hsdp", "muon", "bf16", "microbatches", "microbatches, 0")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            c, marks=[] if c in QUICK else [pytest.mark.slow, *([pytest.mark.exhaustive] if c in COVERED else [])]
+        )
+        for c in CASES
+    ],
+)
 def test_twenty_steps_have_the_bits_of_steps_that_run(four, case):
     """Losses, norms, dropout and weights; one recording, and the generator goes on as if the step had run."""
     t = alike([(20, None)], **CASES[case])
@@ -314,6 +323,7 @@ def alike(plan: Plan, **settings: Any) -> Trained:
     return trained[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim_grads", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("does", ACTIONS, ids=lambda does: does.__name__.strip("_"))
 def test_what_a_user_does_between_steps_is_seen(four, does, strategy):
@@ -329,7 +339,7 @@ NEEDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("parts", NEEDED)
+@pytest.mark.parametrize("parts", [p if p == "static" else pytest.param(p, marks=pytest.mark.slow) for p in NEEDED])
 def test_each_part_of_the_state_is_needed(four, monkeypatch, parts):
     """Without it, a step is replayed that is another one (invariant 71)."""
     does, how = NEEDED[parts]
@@ -342,6 +352,7 @@ def test_each_part_of_the_state_is_needed(four, monkeypatch, parts):
         alike([(6, does), (6, None)], **how)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     strategy=st.sampled_from(["optim_grads_params", "optim_grads", "no_shard"]),
@@ -353,6 +364,7 @@ def test_any_order_of_them(strategy, muon, plan):
         alike([*plan, (5, None)], strategy=strategy, muon=muon)
 
 
+@pytest.mark.slow
 def test_a_step_that_ran_elsewhere_is_waited_for(four):
     """It may end in the state that is recorded, with gathers in flight."""
     assert alike([(WARM - 1, _another_step), (5, _another_step), (2, None)]).replays
@@ -399,6 +411,8 @@ def trains(strategy: str, muon: bool) -> tuple[object, object, int]:
     return *told, t.replays
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "muon"), [("optim_grads_params", True), ("no_shard", False)])
 def test_two_ranks(two_ranks, strategy, muon):
     """Each with data of its own; collectives are replayed too."""
@@ -424,6 +438,8 @@ def apart(what: str) -> str:
     return ""
 
 
+@pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["other shapes", "writes"])
 def test_a_rank_that_runs_python_is_named(two_fresh_ranks, what):
     """A replay is announced like a program."""
@@ -579,6 +595,7 @@ def test_streamed_state_is_not_captured(four):
     assert "the optimizer's state is on the host (offload=)" in told(t)
 
 
+@pytest.mark.slow
 def test_no_more_shapes_than_a_few(four, monkeypatch):
     monkeypatch.setattr(captured_step, "MOST", 3)
     t = Trained(True)

@@ -94,6 +94,7 @@ def test_units_that_stay_whole_are_left_alone():
     assert not copies(traced(CASES["an operator's own"][0], reshard_after_forward=False).forward)
 
 
+@pytest.mark.slow
 def test_it_is_said_once(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(backend, "_warned_copies", set())

@@ -132,6 +132,7 @@ def test_damaged_files_are_named_and_nothing_is_loaded(tmp_path, harm, which):
     assert checkpoints.load(**other.parts, step=1) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
 def test_a_load_that_dies_half_way_leaves_a_model_that_refuses_to_compute(tmp_path, monkeypatch, kind):
     run = Run(0, "eager")

@@ -11,15 +11,18 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.run
 import torch.nn.functional as F
 import transformers
 
 import mfsdp
 from examples.demo.data import Batches, corpus
 from examples.demo.model import VOCABULARY, Config, Llama
+from tests.helpers.scripts import printed
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,13 +79,36 @@ def run(out: Path, *args: Any) -> str:
     return done.stdout
 
 
+def on_ranks(out: Path) -> str:
+    sys.path.insert(0, str(ROOT / "examples" / "demo"))  # as where its command is given
+    try:
+        return printed("examples.demo.train.main", *command(out, "eager", 6)[2:])
+    finally:
+        sys.path.pop(0)
+
+
+def test_its_command_starts_two_processes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo"))
+    train = importlib.import_module("examples.demo.train")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "6", "--processes", "2"])
+    with mock.patch.object(subprocess, "call", return_value=3) as call:
+        assert train.launch(train.arguments()) == 3
+    (line,) = call.call_args.args
+    given = torch.distributed.run.parse_args(line[3:])
+    assert line[:3] == [sys.executable, "-m", "torch.distributed.run"] and given.nproc_per_node == "2"
+    assert Path(given.training_script).samefile(ROOT / "examples" / "demo" / "train.py")
+    assert given.training_script_args == sys.argv[1:]
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "lowering", ["eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.exhaustive])]
 )
-def test_it_trains_on_two_processes(tmp_path, lowering):
-    out = run(tmp_path, lowering, 6, "--processes", "2")
+def test_it_trains_on_two_processes(tmp_path, two_fresh_ranks, lowering):
+    """Those of tests, or by its command."""
+    eager = lowering == "eager"
+    out = two_fresh_ranks.run(on_ranks, tmp_path)[0] if eager else run(tmp_path, lowering, 6, "--processes", "2")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["processes"] == 2 and summary["steps"] == 6 and summary["lowering"] == lowering
     first, last = summary["validation"][0][1], summary["validation"][-1][1]

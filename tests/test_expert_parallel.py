@@ -54,6 +54,7 @@ def test_parity(four_ranks, lowering, ranks):
         assert lowering == "none" or made == (1, 0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_parity_of_inductors_code(two_ranks):

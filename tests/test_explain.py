@@ -436,7 +436,7 @@ def test_dropout_that_is_computed_again_is_a_line():
         printer.render(program, "end")
 
 
-@pytest.fixture(scope="module", params=[(0, 2), pytest.param(range(3), marks=pytest.mark.exhaustive)], ids=str)
+@pytest.fixture(scope="module", params=[(2,), pytest.param(range(3), marks=pytest.mark.exhaustive)], ids=str)
 def steps(request: pytest.FixtureRequest) -> list[bench_clock.Step]:
     """Of some of the recorded depths, on all links. One trace serves all depths."""
     results = json.loads((ROOT / "examples/bench/results/results.json").read_text())
@@ -620,6 +620,7 @@ def test_what_else_it_would_fit_on():
     assert "context" not in measured.uncounted and "context" in report.uncounted
 
 
+@pytest.mark.slow
 def test_suggestions_are_what_the_simulation_confirms():
     report = toy(world=8)
     assert report.suggestions

@@ -207,6 +207,7 @@ class Names:
         return kernel(*args)
 
 
+@pytest.mark.slow
 def test_operations_are_called_after_the_unit_that_they_are_of(eight):
     """Also where equal layers share a program."""
     model = mfsdp.fully_shard(Layers(), units=["layers.*"])

@@ -177,6 +177,7 @@ def test_what_is_not_done_is_not_half_done(monkeypatch):
     assert all(t.untyped_storage()._cdata != former for t in others), "or another tensor would be taken for a shard"
 
 
+@pytest.mark.slow
 def test_what_it_takes_is_estimated():
     x = torch.randn(2, 12, dtype=BF16)
     sizes = []

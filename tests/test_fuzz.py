@@ -80,6 +80,7 @@ def test_a_seed_gives_one_case_and_every_edge_comes_often_enough():
         assert sum(any(f.split(":")[0] == edge for f in features(c)) for c in drawn) >= 3, edge
 
 
+@pytest.mark.slow
 def test_what_is_done_between_steps_comes_often_enough():
     drawn = [draw(seed) for seed in range(700)]
     assert {c["written"] for c in drawn if "written" in c} == set(WRITTEN_BETWEEN)

@@ -123,6 +123,7 @@ def hits(tokens: int, folder: str) -> tuple[dict[str, tuple[list[str], list[str]
     return found, counters["inductor"]["fxgraph_cache_hit"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_order_survives_the_cache(tmp_path, monkeypatch):
     """Compiled twice in fresh processes: the second run takes everything from the cache, in the same order."""

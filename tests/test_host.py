@@ -370,6 +370,7 @@ def traced(*paths: str, **kwargs: Any) -> list[Program]:
     return [program.copy() for program in programs_of(*paths, **kwargs)]
 
 
+@pytest.mark.slow
 def test_gpt_with_its_first_block_on_the_host(golden):
     """Small norms' statistics stay; q, k and v go as one product; lanes, and the bytes on the host."""
     lasts = []

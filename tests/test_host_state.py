@@ -572,6 +572,7 @@ def test_memory_is_what_the_ledger_says(name, monkeypatch):
         assert found["whole"][0] - found["flat"][0] > 0.99 * state / 2 * (1 - 1 / UNITS), "temporaries of other units"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("main", "stay"), [(torch.float32, (4, 8, 4, 2)), (torch.bfloat16, (2, 4, 4, 0))])
 def test_bytes_per_element_are_what_the_page_says(main, stay):
     """What lasts of AdamW where bf16 travels (docs/guides/memory.md): only state goes, but for its two rooms."""

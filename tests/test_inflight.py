@@ -308,6 +308,7 @@ def launches(tree: ast.Module) -> Iterator[tuple[str, int]]:
                 yield found, node.lineno
 
 
+@pytest.mark.slow
 def test_nothing_else_uses_other_streams():
     """Where something is launched beside the current stream; a new file here has to hold what it launches."""
     found: dict[str, set[str]] = {}

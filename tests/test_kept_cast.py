@@ -36,7 +36,7 @@ def trained(lowering: str, flat: bool, **options: object) -> tuple[list[torch.Te
         ("eager", False),
         ("eager", True),
         pytest.param("whole", True, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
-        pytest.param("inductor", False, marks=pytest.mark.inductor),
+        pytest.param("inductor", False, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
         pytest.param("whole", False, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
         pytest.param("inductor", True, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
     ],

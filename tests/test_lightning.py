@@ -514,7 +514,13 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.inductor
-@pytest.mark.parametrize("package, devices", [("lightning.pytorch", 2), ("pytorch_lightning", 1)])
+@pytest.mark.parametrize(
+    "package, devices",
+    [
+        ("pytorch_lightning", 2),
+        *(pytest.param("lightning.pytorch", devices, marks=pytest.mark.exhaustive) for devices in (1, 2)),
+    ],
+)
 def test_a_script(tmp_path, package, devices):
     """Everything by default: Lightning starts the other rank, draws its table and saves. One process does without."""
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -137,7 +137,7 @@ BOTH = DENSE | EXPERTS | {"expert_tensor_parallel_size": 1}
         ("four_ranks", DENSE, {"sequence_parallel": True}, "none"),
         ("two_ranks", EXPERTS, {"experts": 4}, "none"),
         pytest.param("two_ranks", EXPERTS, {"experts": 4}, "eager", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
-        ("four_ranks", EXPERTS, {"experts": 4}, "none"),
+        pytest.param("four_ranks", EXPERTS, {"experts": 4}, "none", marks=pytest.mark.exhaustive),
         (
             "four_ranks",
             DENSE | EXPERTS | {"expert_tensor_parallel_size": 1},

@@ -327,6 +327,7 @@ def test_trains_saves_on_two_ranks_and_goes_on_on_three(two_ranks, three_ranks, 
         assert worst < 1e-4
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_that_has_stepped_and_one_that_has_not(tmp_path):
     """Saving is no step of either: training goes on with the bits of a run that was not saved."""
 
@@ -448,6 +449,7 @@ def test_explain_knows_owners_and_state(two_ranks):
         assert states <= entry <= 1.1 * states, "the ledger counts padding too"
 
 
+@pytest.mark.slow
 def test_time_grows_with_the_matrices_and_shrinks_with_ranks():
     h100 = KNOWN["h100"]
 

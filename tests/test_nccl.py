@@ -179,7 +179,7 @@ def pools() -> Iterator[Callable[[str, int], Ranks]]:
     def get(backend: str, world: int) -> Ranks:
         for ranks in [made.pop(key) for key in list(made) if key != (backend, world)]:
             ranks.stop()  # they hold memory of the GPU
-        return made.setdefault((backend, world), Ranks(world, backend))
+        return made.setdefault((backend, world), Ranks(world, backend, "spawn" if backend == "nccl" else "forkserver"))
 
     yield get
     for ranks in made.values():

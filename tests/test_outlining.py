@@ -126,6 +126,7 @@ class Counting(nn.Module):
         return y * tokens.cumsum(0).to(y.dtype) + rank
 
 
+@pytest.mark.slow
 def test_layers_that_count_are_captured_once(told):
     """`trace` gives the count another dtype, and captures as on the CPU."""
     model = nn.Sequential(*(Counting() for _ in range(4)))

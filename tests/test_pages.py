@@ -279,6 +279,7 @@ def pattern(quote: str) -> str:
     return ".*".join(re.escape(part) for part in quote.split("..."))
 
 
+@pytest.mark.slow
 def test_every_quoted_text_is_said_somewhere():
     there = [text for text in texts() if len(text) > 10]
     lost = [q for q in quotes() if not any(re.search(pattern(q), text, re.DOTALL) for text in there)]
@@ -286,6 +287,7 @@ def test_every_quoted_text_is_said_somewhere():
     assert 25 <= len(quotes()) == len(set(quotes()))
 
 
+@pytest.mark.slow
 def test_a_text_that_nobody_says_is_noticed():
     there = texts()
     for quote in ("there is no such text ... anywhere", "would run ... different ... models"):

@@ -138,6 +138,7 @@ GIVEN: dict[str, Any] = {"units": [Block], "optimizer": "none", "options": {"low
 X = torch.zeros(512, 64, requires_grad=True)
 
 
+@pytest.mark.slow
 def test_1f1b_of_equal_stages_is_what_it_was():
     """A schedule by name gives what the formula of equal stages gives, if messages take no time."""
     table = mfsdp.compare(
@@ -155,6 +156,7 @@ def test_1f1b_of_equal_stages_is_what_it_was():
     assert first - second == one > 0, "what forward saves, with the output that torch's stage keeps for its gradient"
 
 
+@pytest.mark.slow
 def test_schedules_of_one_stage():
     """Shared traces: what each schedule holds, reduces and splits."""
     names = ["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -243,6 +245,7 @@ def test_each_rank_holds_what_explain_says(four_ranks, name):
     assert report.stages == pytest.approx(real, rel=0.04)
 
 
+@pytest.mark.slow
 def test_without_the_split_zero_bubble_has_bubbles():
     options = GIVEN | {"options": {**GIVEN["options"], "split_backward": False}}
     given = {"world": 1, "hardware": FREE, "microbatches": 4, "stages": 2, "schedule": "InterleavedZeroBubble",
@@ -253,6 +256,7 @@ def test_without_the_split_zero_bubble_has_bubbles():
     assert split.pipeline.ranks[0].bubble < whole.pipeline.ranks[0].bubble
 
 
+@pytest.mark.slow
 def test_unequal_stages_and_the_page():
     first, second = part(1), part(3)
     report = mfsdp.explain(

@@ -113,8 +113,8 @@ def checkpointed(model: Model) -> None:
     model.checkpointed = True
 
 
-def every_way() -> dict[str, dict[str, Any]]:
-    """A zero-bubble schedule with stages of all kinds."""
+def every_way(whole: bool) -> dict[str, dict[str, Any]]:
+    """A zero-bubble schedule with stages of all kinds, also with backwards that are one program if so told."""
     mesh = mesh_of(pp=2, dp_shard=2)
     outer, tensor = mesh_of(pp=2, dp_outer=2, dp_shard=1), mesh_of(pp=2, dp_shard=1, tp=2)
     ways = {
@@ -126,6 +126,8 @@ def every_way() -> dict[str, dict[str, Any]]:
         "two axes, strategy 1": Pipeline(outer, "loop", {"strategy": 1}, compiled, tied=True),
         "tensor parallelism": Pipeline(tensor, "loop", {}, compiled, prepare=partial(with_tensor_parallelism, tensor)),
     }
+    if not whole:  # as those of `test_how_a_model_is_cut`
+        del ways["one program"]
     out = {}
     for name, way in ways.items():
         reset()
@@ -137,8 +139,9 @@ def every_way() -> dict[str, dict[str, Any]]:
     return out
 
 
-def test_every_way(four_ranks: Any) -> None:
-    for found in four_ranks.run(every_way, timeout=300):
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_every_way(four_ranks: Any, whole: bool) -> None:
+    for found in four_ranks.run(every_way, whole, timeout=300):
         for name, seen in found.items():
             assert seen["worst"] < 1e-12, (name, seen)
             if name not in ("each microbatch", "two axes, strategy 1", "tensor parallelism"):
@@ -426,7 +429,7 @@ def cut(how: str) -> float:
     mesh = mesh_of(pp=2, dp_shard=2)
     rank, part = mesh["pp"].get_local_rank(), mesh["dp_shard"].get_local_rank()
     torch.manual_seed(0)
-    whole: Any = Model() if how == "traced" else llama(layers=4, tied=how == "tied").double()
+    whole: Any = Model() if how == "traced" else llama(layers=2, tied=how == "tied").double()
     stage: Any = copy.deepcopy(whole)
     if how == "traced":
         spec = {"layers.2": SplitPoint.BEGINNING}

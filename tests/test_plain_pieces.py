@@ -100,7 +100,10 @@ def parity(lowering: str, said: str, strategy: int) -> Any:
     return wrong[worst], worst, graphs()
 
 
-@pytest.mark.parametrize("lowering, said, strategy", [("eager", "mesh", 3), ("eager", "group", 1), ("none", "mesh", 2)])
+@pytest.mark.parametrize(
+    "lowering, said, strategy",
+    [pytest.param("eager", "mesh", 3, marks=pytest.mark.exhaustive), ("eager", "group", 1), ("none", "mesh", 2)],
+)
 def test_parity(four_ranks, lowering, said, strategy):
     for wrong, where, made in four_ranks.run(parity, lowering, said, strategy, timeout=300):
         assert wrong < 1e-9, where

@@ -216,7 +216,7 @@ DEPTHS = ((0, 0), (1, 1), (2, 2))
 @pytest.mark.parametrize(
     "cases",
     [
-        ((2, 0), (4, 2)),
+        ((4, 2),),
         pytest.param(tuple(product(range(len(CHOSEN)), range(len(DEPTHS)))), marks=pytest.mark.exhaustive),
     ],
     ids=["some", "all"],
@@ -332,8 +332,9 @@ def every(found: Space, ends: bool) -> list[Setting]:
     """Settings of a model of few layers: none, one and all of each kind, also where the planner does not look.
 
     Args:
-        ends: none and all only.
+        ends: none and all only, and the least, some and the most overlap.
     """
+    overlaps = [pair for pairs in OVERLAPS for pair in pairs]
     counts = {kind: sorted({0, 0 if ends else 1, len(kind.layers)}) for kind in found.kinds}
     treated = [
         [
@@ -347,8 +348,7 @@ def every(found: Space, ends: bool) -> list[Setting]:
     return [
         Setting(choices, depth, lag, streamed)
         for choices in product(*treated)
-        for pairs in OVERLAPS
-        for depth, lag in pairs
+        for depth, lag in (overlaps[::3] if ends else overlaps)
         for streamed in (False, True)
     ]
 
@@ -404,14 +404,14 @@ def planned() -> mfsdp.Plan:
 @pytest.mark.slow
 def test_layers_that_backward_does_not_come_to_are_left_as_they_are():
     """Frozen, with nothing that trains in front of them."""
-    model, ids = light(9)
+    model, ids = light(6)
     for part in (model.tokens, model.places, *model.blocks[:3]):
         part.requires_grad_(False)
     given = {"world": 8, "units": [Gated], "hardware": SLOW, "options": {"lowering": "eager"}}
     how = {"allow": ("recompute",), "curve": False}
     top = mfsdp.plan(model, (ids,), memory=2**40, **how, **given)
     plan = mfsdp.plan(model, (ids,), memory=(top.floor + top.peak) // 2, **how, **given)
-    assert {path for choice in plan.choices for path in choice.layers} == {f"blocks.{i}" for i in range(3, 9)}
+    assert {path for choice in plan.choices for path in choice.layers} == {f"blocks.{i}" for i in range(3, 6)}
     told = mfsdp.explain(model, (ids,), plan=plan, suggest=False, **given)
     assert plan.step > top.step and f"{told.step:.12f}" == f"{plan.step:.12f}" and told.peak == plan.peak
 
@@ -626,6 +626,7 @@ def test_a_profile_knows_what_the_optimizer_takes():
     assert known.optimizer_seconds(1.0) >= 0.25 > found.optimizer_seconds(1.0), "streamed state is stepped as long"
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_not_followed_says_so(monkeypatch):
     """Blocks that are compiled one by one have other paths in their graphs."""
     model = made(Light, 2, plan=hand_made(1, 2, recomputed=2))
@@ -662,6 +663,7 @@ def test_what_buys_nothing_is_not_chosen():
     assert plan.optimizer == "device" and not plan.host and "KiB" in str(plan)
 
 
+@pytest.mark.slow
 def test_dropout_that_is_computed_again_is_the_same_dropout():
     """Law 54: of a plan, as of torch's own checkpoint."""
     want = steps(made(Dropped, 2))

@@ -192,6 +192,7 @@ def test_a_sum_that_is_none_of_these():
         mfsdp.MixedPrecisionPolicy(grad_sum="wire")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_native_sums_take_no_room(strategy):
     peaks, listings = {}, {}

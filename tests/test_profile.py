@@ -137,15 +137,17 @@ def recorded(lowering: str) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.dist
-@pytest.mark.inductor
-def test_stacks_and_the_flight_recorder_see_units(monkeypatch, two_fresh_ranks):
+@pytest.mark.parametrize(
+    "lowering", ["eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.exhaustive])]
+)
+def test_stacks_and_the_flight_recorder_see_units(monkeypatch, two_fresh_ranks, lowering):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1000")
     units = ["(root)", "blocks.0"]
-    for seen in two_fresh_ranks.run(in_stacks, "inductor"):
+    for seen in two_fresh_ranks.run(in_stacks, lowering):
         forward, backward = ([x[0] for x in seen if x[1] == f"GPT {phase}"] for phase in ("forward", "backward"))
         assert forward == [f"all_gather {u}" for u in units]
         assert sorted(backward) == sorted(f"{x} {u}" for x in ("all_gather", "reduce_scatter") for u in units)
-    for kept in two_fresh_ranks.run(recorded, "inductor"):
+    for kept in two_fresh_ranks.run(recorded, lowering):
         assert kept == [("gloo:all_reduce", f"all_reduce {u}", "GPT backward") for u in reversed(units)]
 
 

@@ -97,7 +97,9 @@ def adapted(base: str, folder: str, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["4 bits", pytest.param("8 bits", marks=pytest.mark.exhaustive), "torchao"])
+@pytest.mark.parametrize(
+    "kind", ["4 bits", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("8 bits", "torchao"))]
+)
 def test_trainer_trains_adapters_of_a_quantized_model(ranks, base, kind, tmp_path):
     from peft import PeftModel
 

@@ -541,6 +541,7 @@ def test_torchao_trains_as_under_fsdp2(two_ranks, recipe):
     assert two_ranks.run(torchao_alike, recipe) == [6, 6]
 
 
+@pytest.mark.slow
 def test_what_fsdp2_needs_for_it_is_not_needed():
     pytest.importorskip("torchao")
     model = torchao_model("fsdp")

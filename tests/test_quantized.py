@@ -75,12 +75,15 @@ def trained(kind: str, lowering: str, dtype: torch.dtype, **sharding: Any) -> di
 @pytest.mark.parametrize(
     ("kind", "lowering", "dtype", "sharding"),
     [
-        ("nested", "none", F32, {}), ("nested", "eager", F32, {}), ("nf4", "eager", BF16, {"strategy": 2}),
+        ("nested", "none", F32, {}), ("nested", "eager", F32, {}),
+        pytest.param("nf4", "eager", BF16, {"strategy": 2}, marks=pytest.mark.exhaustive),
         ("int8", "none", BF16, {"strategy": 1}), ("int8", "eager", F32, {}),
         ("fp4 with a bias", "eager", F32, {"reshard_after_forward": False}),
         ("bf16 storage", "none", BF16, {"strategy": 0}),
         ("torchao int8", "none", F32, {"strategy": 2}), ("torchao int8", "eager", BF16, {}),
-        ("torchao groups with a bias", "eager", F32, {"reshard_after_forward": False}),
+        pytest.param(
+            "torchao groups with a bias", "eager", F32, {"reshard_after_forward": False}, marks=pytest.mark.exhaustive
+        ),
         ("torchao int4", "none", BF16, {}), ("torchao int4", "eager", F32, {"strategy": 1}),
     ],
 )  # fmt: skip
@@ -94,7 +97,7 @@ def test_trains_as_unsharded(two_ranks, kind, lowering, dtype, sharding):
 @pytest.mark.inductor
 @pytest.mark.parametrize("kind", ["nested", pytest.param("torchao int8", marks=pytest.mark.exhaustive)])
 def test_compiled_by_inductor(two_ranks, kind):
-    for seen in two_ranks.run(trained, kind, "inductor", F32):
+    for seen in two_ranks.run(trained, kind, "inductor", F32, timeout=300):
         assert seen["forward"] < 1e-6 and seen["weights"] < 1e-5, seen
 
 
@@ -118,6 +121,7 @@ def test_on_four_ranks(four_ranks):
 # What is gathered and what is saved
 
 
+@pytest.mark.slow
 def test_bytes_are_gathered_and_matrices_are_not_saved():
     """In forward and in backward, 3.88 times fewer than of bf16, and 3.54 of scales that are not nested."""
     for kind, fewer in (("nested", 3.87), ("nf4", 3.55), ("int8", 1.99), ("torchao int8", 1.98)):
@@ -174,6 +178,7 @@ def test_uncompiled_code_saves_no_matrix(two_ranks):
         assert saved and max(saved) < 100 * 72
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nested", "torchao int8"])
 def test_prediction(kind):
     """Of weights on the meta device, which will be quantized; and of those that are: the same."""
@@ -399,6 +404,7 @@ def test_refused(name):
     assert model[1].weight is weights[1]
 
 
+@pytest.mark.slow
 def test_a_failure_half_way_is_undone(monkeypatch):
     for kind in ("nested", "bf16 storage", "int8", "torchao int8"):
         reference = blocks(kind)
@@ -449,6 +455,7 @@ def test_bytes_are_neither_cast_nor_trained(kind):
         assert p.dtype in (torch.uint8, BF16) and (p.dtype is BF16) == p.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("lowering", ["none", "eager"])
 def test_recomputed_layers(reentrant, lowering):
@@ -465,6 +472,7 @@ def test_recomputed_layers(reentrant, lowering):
         assert p.grad is None or torch.equal(model.get_parameter(name).grad.full_tensor(), p.grad), name
 
 
+@pytest.mark.slow
 def test_odd_sizes():
     """A weight with an odd number of elements, and one in blocks of 4096."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit

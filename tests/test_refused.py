@@ -165,6 +165,7 @@ TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("how", TRANSFORMS)
 def test_transforms_of_compiled_models(how, inside):
@@ -179,6 +180,7 @@ def test_transforms_of_compiled_models(how, inside):
     assert torch.equal(model(x), net()(x)), "nothing has changed"
 
 
+@pytest.mark.slow
 def test_dual_numbers_in_compiled_code():
     """Dynamo traces them down to operators: they work, and tangents are those of the unsharded model."""
     model, x = net(), torch.randn(2, 8)

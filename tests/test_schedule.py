@@ -237,6 +237,7 @@ def gradients(x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_products_that_are_written_wide_are_not_rounded(monkeypatch):
     x = torch.randn(16, 24, dtype=torch.bfloat16)
     rounded, calls = gradients(x), []

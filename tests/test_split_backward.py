@@ -76,6 +76,7 @@ def faults(whole: Program, split: SplitBackward) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_each_product_stands_in_its_part() -> None:
     whole, split = inner()
     assert not faults(whole, split)
@@ -106,6 +107,7 @@ def test_frozen_weights_are_gathered_again_for_adapters() -> None:
     assert split.saved == len(saved) and not any(n.target is ops.param for n in saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["plain", "frozen", "optional"])
 def test_what_stays_whole(why: str) -> None:
     model: nn.Module = Inner()
@@ -121,6 +123,7 @@ def test_what_stays_whole(why: str) -> None:
     assert split_backward(backward) is None
 
 
+@pytest.mark.slow
 def test_a_split_backward_is_right_in_any_loop(one_rank: Any) -> None:
     assert one_rank.run(in_one_process) == [[]]
 

@@ -97,6 +97,7 @@ def test_one_program_for_both(model, golden):
         assert sum(n.target is ops.collective for n in p.nodes) == 8
 
 
+@pytest.mark.slow
 def test_a_backward_beside_a_forward(model, golden):
     forward, backward = programs(model, step)
     merged = merge(backward, forward)[0]
@@ -178,6 +179,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("invariant", MUTATIONS)
 def test_the_merged_program_is_checked(model, invariant):
     forward, backward = programs(model, step)
