@@ -114,7 +114,7 @@ class Weights:
     def _left(self, rows: torch.Tensor | None) -> bool:
         """Returns whether rows are from before `widen`."""
         checked = rows if self.widened and rows is not None and rows.numel() else self.main
-        return checked.untyped_storage()._cdata != self.main.untyped_storage()._cdata
+        return bool(checked.untyped_storage()._cdata != self.main.untyped_storage()._cdata)
 
     def _retaken(self) -> str:
         return (
