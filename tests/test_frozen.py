@@ -68,8 +68,11 @@ def test_what_was_taken_before_a_thaw(strategy):
     for tensor in taken:
         with pytest.raises(RuntimeError, match="take it again"), torch.no_grad():
             tensor.mul_(2)
-    rows.detach().mul_(2)
-    assert torch.equal(model[0].weight.full_tensor(), before)
+    with pytest.warns(UserWarning, match="was taken of .* while it was frozen"):
+        late = taken[0].to_local()
+    for plain in (rows.detach(), late):
+        plain.mul_(2)
+    assert torch.equal(model[0].weight.full_tensor(), before) and not model[0]._mfsdp_unit.buffers[0].weights.exposed
     for tensor in (model[0].weight.detach(), model.state_dict()["0.weight"]):
         tensor.mul_(2)
     assert torch.equal(model[0].weight.full_tensor(), 4 * before)

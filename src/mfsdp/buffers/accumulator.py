@@ -242,3 +242,6 @@ class _Written:
 
     def before_write(self, rows: torch.Tensor | None = None) -> None:
         """Nothing depends on what gradients were."""
+
+    def hand_out(self, rows: torch.Tensor) -> None:
+        self.exposed = True

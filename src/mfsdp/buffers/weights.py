@@ -89,8 +89,7 @@ class Weights:
             RuntimeError: inside `mfsdp.unsharded`, where forwards would use the old values; `rows` are from before
                 `widen`.
         """
-        checked = rows if self.widened and rows is not None and rows.numel() else self.main
-        if checked.untyped_storage()._cdata != self.main.untyped_storage()._cdata:
+        if self._left(rows):
             raise RuntimeError(f"mfsdp: a tensor that {self._retaken()}: the write would be lost")
         unit = self.buffer.unit
         if unit.kept and unit.open:
@@ -100,6 +99,22 @@ class Weights:
             )
         if unit.kept:
             unit.reshard()
+
+    def hand_out(self, rows: torch.Tensor) -> None:
+        """Notes that rows are handed out as a plain tensor.
+
+        Warns:
+            UserWarning: they are from before `widen`, and writes to them will be lost.
+        """
+        if self._left(rows):
+            warnings.warn(f"mfsdp: what {self._retaken()}", stacklevel=3)
+        else:
+            self.exposed = True
+
+    def _left(self, rows: torch.Tensor | None) -> bool:
+        """Returns whether rows are from before `widen`."""
+        checked = rows if self.widened and rows is not None and rows.numel() else self.main
+        return bool(checked.untyped_storage()._cdata != self.main.untyped_storage()._cdata)
 
     def _retaken(self) -> str:
         return (

@@ -38,6 +38,11 @@ def _numbered(stack: Mapping[str, tuple[str, object]] | None) -> tuple[str, obje
     return next((entry for entry in (stack or {}).values() if _NUMBERED.search(entry[0])), ("", ""))
 
 
+def numbered_in(stack: Mapping[str, tuple[str, object]]) -> str:
+    """Returns the path of the outermost numbered module in a stack of modules."""
+    return _numbered(stack)[0]
+
+
 def _path(gm: fx.GraphModule, node: fx.Node) -> str:
     """Returns the path of the outermost numbered module in which Dynamo traced a node; for a checkpoint, of a node
     inside. Private in torch (``nn_module_stack``).
@@ -96,7 +101,7 @@ def _inside(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
 def layers(gm: fx.GraphModule) -> Iterator[Layer]:
     """Yields consecutive nodes of one layer."""
     run: list[fx.Node] = []
-    path, context = "", _Context()
+    path, context = "", Context()
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
@@ -115,7 +120,7 @@ def layers(gm: fx.GraphModule) -> Iterator[Layer]:
 _HARMLESS = ("_log_api_usage_once",)
 
 
-class _Context:
+class Context:
     """State that a graph sets for later operators. A layer's backward is traced elsewhere, without that state."""
 
     def __init__(self) -> None:

@@ -29,9 +29,11 @@ from ..sharding import mutation_check
 from ..sharding.meta_clone import MetaClone, clone_on_meta
 from ..sharding.module import FSDPModule, own_code
 from ..sharding.shard import fully_shard
-from . import attention_masks, outlining
+from . import attention_masks, layer_regions, outlining
 from .capture import Capture, sources
 from .lowering import CAPTURES, CompiledFn, raising
+
+log = logging.getLogger("mfsdp")
 
 
 @dataclass
@@ -107,29 +109,44 @@ def trace(
 
     calls = [pytree.tree_map(to_meta, (args, dict(kwargs or {}))) for _ in range(together)]
     called = meta if together == 1 else own_code(each, "together")
-    out = Programs(model=meta)
-    recorder = _Recorder(out, name, lowering)
     # A function: where Lightning is imported, torch.compile deep-copies its arguments, also objects of bound methods.
+    recorder = _Recorder(name, lowering)
     run: Any = torch.compile(called, backend=lambda *graph: recorder.compile(*graph), fullgraph=True, dynamic=False)
-    try:
-        with torch.set_grad_enabled(train), _constants_on_meta(), _logs_nothing(), suppress(_Traced):
-            if together == 1:
-                run(*calls[0][0], **calls[0][1])
-            else:
-                run(meta, calls)
-    finally:
-        recorder.found.clear()
-    return out
+
+    def traced() -> Programs:
+        recorder.found = [out := Programs(model=meta)]
+        try:
+            with torch.set_grad_enabled(train), _constants_on_meta(), _logs_nothing(), suppress(_Traced):
+                if together == 1:
+                    run(*calls[0][0], **calls[0][1])
+                else:
+                    run(meta, calls)
+        finally:
+            recorder.found.clear()
+        return out
+
+    with layer_regions.marked(meta) as any_alike:
+        try:
+            if any_alike:
+                return traced()
+        except Exception as error:
+            if recorder.cut:
+                raise
+            log.debug("mfsdp: Dynamo traces each layer: %s: %s", type(error).__name__, error)
+    return traced()
 
 
 class _Recorder:
     """Records a graph's programs and runs nothing. torch keeps backends alive: clear `found` to free the programs."""
 
-    def __init__(self, programs: Programs, name: str | None, lowering: str):
-        self.found, self.name, self.lowering = [programs], name, lowering
+    def __init__(self, name: str | None, lowering: str):
+        self.found, self.name, self.lowering = list[Programs](), name, lowering
+        self.cut = False
+        """Whether a graph has been partitioned: later errors are not about regions."""
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> CompiledFn:
         """Is a backend for Dynamo: captures a graph and returns a function that stops the run."""
+        layer_regions.expand(gm)
         try:
             mutation_check.traced(gm, inputs)
         except RuntimeError as error:
@@ -146,8 +163,14 @@ class _Recorder:
                 raise _Traced
 
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            outlining.captured(gm, lambda: CAPTURES[self.lowering](gm, fakes, capture, keep), lambda: capture.cut)
+            outlining.captured(
+                gm, lambda: CAPTURES[self.lowering](gm, fakes, capture, keep), lambda: self._is_cut(capture)
+            )
         return _stop
+
+    def _is_cut(self, capture: Capture) -> bool:
+        self.cut = capture.cut
+        return self.cut
 
 
 def each(model: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:

@@ -84,10 +84,13 @@ class Written(Protocol):
     stale: bool
     """Set by each write through a DTensor."""
     exposed: bool
-    """Set where rows are handed out as a plain tensor, which may be written to undetected."""
+    """Whether rows have been handed out as a plain tensor, which may be written to undetected."""
 
     def before_write(self, rows: torch.Tensor | None = None) -> None:
         """Called before each write through a DTensor, with the rows that will be written to if they are known."""
+
+    def hand_out(self, rows: torch.Tensor) -> None:
+        """Called where rows are handed out as a plain tensor; sets ``exposed``."""
 
 
 class ShardedDTensor(DTensor):
@@ -157,7 +160,7 @@ class ShardedDTensor(DTensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Returns this rank's rows, sharing storage. Their gradient is this rank's own, not summed or divided."""
         if self._mfsdp_written is not None:
-            self._mfsdp_written.exposed = True  # the caller may write to them undetected
+            self._mfsdp_written.hand_out(self._local_tensor)
         if torch.is_grad_enabled() and self.requires_grad:
             return _Rows.apply(self)  # type: ignore[no-any-return, no-untyped-call]
         return self._local_tensor

@@ -88,6 +88,9 @@ class HostedState:
     def before_write(self, rows: torch.Tensor | None = None) -> None:
         """Reading the rows waits for a store in flight."""
 
+    def hand_out(self, rows: torch.Tensor) -> None:
+        self.exposed = True
+
     def settle(self) -> None:
         """Waits until the host may read the state."""
         stored = self.stored

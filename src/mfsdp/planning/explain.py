@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from .. import pipeline
 from ..buffers.flat_buffer import FlatBuffer, refs
 from ..checkpoints.saving import copied
+from ..compiler.plan_score import uncollected
 from ..compiler.tracing import Programs, trace
 from ..config.best_effort import doing
 from ..config.hardware import undisturbed
@@ -159,6 +160,7 @@ class Explainer:
     _stages: list[Explainer] = field(default_factory=list)
     """Those of a pipeline's stages."""
 
+    @uncollected()
     def report(self, asked: Question) -> Report:
         """The prediction of one step."""
         data = self._data(asked)
@@ -260,6 +262,7 @@ class Explainer:
         boundary = Boundary.of(_trained(traced), sum(x.nbytes for x in self._batch()))
         return stage_of(data, parts, buffers, boundary, asked.schedule.rounds)
 
+    @uncollected()
     def suggestions(self, asked: Question, report: Report) -> list[Suggestion]:
         """Changes that make the step faster, or make it fit, the best first."""
         first = self if asked.schedule.schedule is None else self._explainers(asked)[0]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import mfsdp
 
 from ..compiler.memory_option import refusal
-from ..compiler.plan_score import Score, Scorer
+from ..compiler.plan_score import Score, Scorer, uncollected
 from ..compiler.plan_search import Planner
 from ..compiler.plan_space import ALLOWED, Setting, Space
 from ..compiler.tracing import trace
@@ -89,7 +89,8 @@ def plan(
     why = ""
     for asked in _combinations(axes):
         doing(f"tracing {type(model).__name__}")
-        programs = trace(model, args, kwargs, world=world, lowering=chosen.lowering, **asked)
+        with uncollected():
+            programs = trace(model, args, kwargs, world=world, lowering=chosen.lowering, **asked)
         if programs.capture is None or programs.capture.joint is None or programs.model is None:
             raise ValueError(f"plan: {type(model).__name__} is not trained: nothing requires gradients")
         other, plain = unsharded(programs.model)
