@@ -331,6 +331,20 @@ def test_memory_goes_with_the_model(four, graphs):
     assert gone and not any(ref() for ref in gone)
 
 
+def test_the_ledger_knows_what_graphs_hold():
+    """All that forward saves, while backward runs and while the optimizer steps."""
+    x, mask = torch.zeros(64, 4, 8), torch.zeros(64, 4, 8)
+    plain, graphs = (
+        mfsdp.explain(Net(), (x, mask), world=4, units=[Layer], hardware="h100", options=options).ledger
+        for options in ({}, {"cuda_graph": "programs"})
+    )
+    saved = graphs.at_step - plain.at_step
+    assert saved > 2 * x.nbytes and 0 < sum(e.nbytes for e in graphs.entries if "graphs" in e.what) <= saved
+    more = [graphs.live["backward"][line] - n for line, n in plain.live["backward"].items()]
+    assert more == sorted(more) and more[0] == 0 and 0 < more[-1] <= saved
+    assert graphs.live["forward"] == plain.live["forward"]
+
+
 def trains(strategy: str) -> tuple[list[Any], list[Any], int, int]:
     """With Inductor: bodies write results over inputs that nobody reads any more."""
     found = []

@@ -78,7 +78,7 @@ def estimate(
             inputs=sum(t.nbytes for t in inputs) * schedule.together * (2 if merged else 1),
             other=other, plain=plain, optimizer=optimizer, stepping=stepping, fused=fused,
             foreach=machine.cuda, fixed=machine.fixed, on_host=_on_host(parts),
-            waiting=schedule.waiting(stage), rounds=schedule.rounds, played=known,
+            waiting=schedule.waiting(stage), rounds=schedule.rounds, captured=bool(options.cuda_graph), played=known,
         )
         for stage in range(schedule.stages)
     ]  # fmt: skip

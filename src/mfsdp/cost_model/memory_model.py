@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,6 +155,7 @@ def ledger(
     on_host: Sequence[Entry] = (),
     waiting: int = 0,
     rounds: int = 1,
+    captured: bool = False,
     stands: Mapping[str, str] | None = None,
     played: Played | None = None,
 ) -> Ledger:
@@ -173,6 +175,7 @@ def ledger(
         on_host: entries in host memory instead of device memory.
         waiting: number of other microbatches whose activations are held meanwhile.
         rounds: number of backwards in a step.
+        captured: whether CUDA graphs hold what forward saves (Note [Captured programs]).
         stands: for modules missing in the programs, the module whose parameters are read in the same way.
         played: cache of the programs' lines, for other ledgers and `mfsdp.cost_model.caching_allocator`.
 
@@ -193,10 +196,14 @@ def ledger(
     accumulated = sum(accumulators)
     lasting = fixed + sum(held.tensors)
     in_flight = waiting and waiting * sum(sum(saved(p)[0].values()) for p in programs if p.phase == "backward")
-    live, after, top = _totals(programs, fused, lasting + in_flight, first, {} if played is None else played)
+    given_back = {p.title: _given_back(p) for p in programs if captured and p.phase == "backward"}
+    live, after, top = _totals(
+        programs, fused, lasting + in_flight, first, given_back, {} if played is None else played
+    )
     stepped = accumulated if optimizer == "none" else plain + sum(gradients)
     early = sum(nbytes(n.meta["val"]) for n in _prefetched_gathers(programs)) if optimizer != "none" else 0
-    at_step = lasting - accumulated + stepped + sum(temporaries) + early
+    graphs = sum(max(freed.values(), default=0) for freed in given_back.values())
+    at_step = lasting - accumulated + stepped + sum(temporaries) + early + graphs
     if top is None or top.nbytes <= at_step:
         peak, phase, line = at_step, "optimizer", ""
         how = "of a foreach optimizer" if foreach else "of an optimizer that takes one tensor after another"
@@ -205,10 +212,13 @@ def ledger(
             Entry("gradients", stepped, "accumulators, until zero_grad"),
             Entry("temporaries", sum(temporaries), how),
             Entry("gathered ahead", early, "of forward, behind fully_shard_optimizer's step"),
+            Entry("activations saved by forward", graphs, "held by CUDA graphs"),
         ]
     else:
         peak, phase, line = top.nbytes, top.program.title, top.row.node.name
         changing = _entries_at(top, accumulated, in_flight, waiting, first)
+        graphs = given_back.get(top.program.title, {}).get(top.row.node, 0)
+        changing.append(Entry("activations used by backward", graphs, "held by CUDA graphs"))
     entries = [*held.entries(optimizer + (", two rooms for what is on the host" if streamed else ""), fixed), *changing]
     padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers)
     padding *= 1 if streamed else 1 + OPTIMIZER_STATES[optimizer]
@@ -288,20 +298,27 @@ class _Top:
 
 
 def _totals(
-    programs: Sequence[Program], fused: bool, held: int, first: bool, played: Played
+    programs: Sequence[Program],
+    fused: bool,
+    held: int,
+    first: bool,
+    given_back: Mapping[str, Mapping[Node, int]],
+    played: Played,
 ) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]], _Top | None]:
-    """Returns `Ledger.live`, `Ledger.after` and the first line with the most bytes, given the bytes held throughout."""
+    """Returns `Ledger.live`, `Ledger.after` and the first line with the most bytes, given the bytes held throughout,
+    and those that CUDA graphs hold though a program has given them back.
+    """
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
     top: _Top | None = None
     for p in programs:
         rows, _ = lines_and_moves(p, fused, first, played)
-        base = held - sum(p.slots.values())
-        live[p.title] = {row.node.name: base + row.top for row in rows}
-        after[p.title] = {row.node.name: base + row.live for row in rows}
-        highest = max(rows, key=lambda row: row.top, default=None)
-        if highest is not None and (top is None or base + highest.top > top.nbytes):
-            top = _Top(base + highest.top, p, highest)
+        base, more = held - sum(p.slots.values()), given_back.get(p.title, {})
+        live[p.title] = {row.node.name: base + row.top + more.get(row.node, 0) for row in rows}
+        after[p.title] = {row.node.name: base + row.live + more.get(row.node, 0) for row in rows}
+        highest = max(rows, key=lambda row: live[p.title][row.node.name], default=None)
+        if highest is not None and (top is None or live[p.title][highest.node.name] > top.nbytes):
+            top = _Top(live[p.title][highest.node.name], p, highest)
     return live, after, top
 
 
@@ -421,8 +438,27 @@ def _kept_casts(programs: Sequence[Program]) -> dict[Read, Unit]:
 
 def _saved(program: Program, at: Node) -> int:
     """Returns the bytes of saved activations that backward still holds at a line."""
+    held, last = _last_readers(program)
+    return sum(n for node, n in held.items() if not last[node] < at)
+
+
+def _given_back(program: Program) -> dict[Node, int]:
+    """Returns the bytes of saved activations that a backward has given back before each line, and at its output."""
+    held, last = _last_readers(program)
+    freed, total = Counter[Node](), 0
+    for node, n in held.items():
+        freed[last[node]] += n
+    out = {}
+    for node in program.nodes:
+        out[node] = total
+        total += freed[node]
+    return {**out, program.output: total}
+
+
+def _last_readers(program: Program) -> tuple[dict[Node, int], dict[Node, Node]]:
+    """Returns the bytes of saved activations, and the last reader of each."""
     held, shared = saved(program)
     last = {node: max(program.readers(node), default=node) for node in [*held, *shared]}
     for node, owner in shared.items():
         last[owner] = max(last[owner], last[node])
-    return sum(n for node, n in held.items() if not last[node] < at)
+    return held, last
