@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -45,6 +45,8 @@ class Planner:
 
     scorer: Scorer
     allow: Collection[str] = ALLOWED
+    _wrong: float = field(default=0, init=False)
+    """By how many bytes the last estimate of a peak was too low: another budget's search begins with that."""
 
     @property
     def space(self) -> Space:
@@ -151,7 +153,7 @@ class Planner:
     def _tried(self, start: Setting, budget: float) -> Setting | None:
         """Returns the fastest setting by score among those that the searches find, if any fits."""
         met: list[Setting] = []
-        wrong = 0
+        wrong = self._wrong if budget < math.inf else 0
         for _ in range(TRIES):
             found = self._search(start, budget - wrong)
             if found in met:
@@ -161,6 +163,8 @@ class Planner:
             wrong = peak - self.scorer.estimate(found).peak
             if peak <= budget <= peak + SLACK * budget:
                 break
+        if budget < math.inf:
+            self._wrong = wrong
         fit = [s for s in met if self.fits(self.scorer.score(s), budget)]
         least = min((self.scorer.score(s).seconds for s in fit), default=0.0)
         return next((s for s in fit if self.scorer.score(s).seconds <= least * (1 + EQUAL)), None)
