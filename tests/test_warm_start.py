@@ -135,7 +135,7 @@ def test_every_option_and_layout_counts():
         "prefetch": 2, "reduce_lag": 2, "max_unsharded": 5, "pool": False, "lowering": "whole", "check": False,
         "upto": "gather", "disable_symmetric_registration": True, "nccl_ub": True, "dump": "x", "frames": True,
         "keep_cast": False, "interleave": True, "max_activations": 5, "quantize": False, "split_backward": True,
-        "check_finite": 3, "check_replicas": 3, "memory": 10**9,
+        "check_finite": 3, "check_replicas": 3, "memory": 10**9, "cuda_graph": "programs",
     }  # fmt: skip
     assert set(changed) | set(compile_cache.OF_THE_RUN) == {f.name for f in fields(Options)}, (
         "add a new option to `changed`, with a value of its own, or to OF_THE_RUN in compiler/compile_cache.py"
