@@ -22,6 +22,9 @@ from .rollback import Rollback
 Casts = tuple[torch.dtype | None, torch.dtype | None]
 """Dtypes that a unit's forward casts its floating-point arguments and results to."""
 
+Methods = dict[str, Callable[..., Any]]
+"""Methods of a class, by name."""
+
 
 class FSDPModule(fsdp2_api.Spelling):
     """Base class of units. Method names are FSDP2's.
@@ -218,7 +221,9 @@ def _subclass(
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
-        "__init__": _init(base),
+        **_copying(base),
+        **_registering(base),
+        **_loading(base),
         **{name: _property(name) for name in names},
         **hf_overrides.overrides(base),
         **te.overrides(base, _dtypes, eager.lend),
@@ -230,7 +235,7 @@ def _subclass(
             lambda self: [getattr(self, n) if n in self._parameters else None for n in self._flat_weights_names],
             lambda self, value: None,
         )
-    bases = (FSDPModule, _Sharded, base) if is_unit else (_Sharded, base)
+    bases = (FSDPModule, base) if is_unit else (base,)
     return cast(type[nn.Module], type(base.__name__, bases, space))
 
 
@@ -253,17 +258,33 @@ def _forward(base: type[nn.Module], is_unit: bool, call: Callable[..., Any]) -> 
     return functools.wraps(base.forward)(own_code(forward, base.__name__))
 
 
-def _init(base: type[nn.Module]) -> Callable[..., None]:
-    """Returns the constructor of a sharded class: another instance, such as a slice of a container, is not sharded."""
+def _copying(base: type[nn.Module]) -> Methods:
+    """Returns the methods of a sharded class for new instances (not sharded), copies, and pickles (refused)."""
 
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # Another instance of the class, such as a slice of a container, is not sharded.
         self.__class__ = base
         base.__init__(self, *args, **kwargs)
 
-    return functools.wraps(base.__init__)(__init__)
+    def __setstate__(self: nn.Module, state: dict[str, object]) -> None:
+        base.__setstate__(self, state)
+        for name, ref in refs(self).items():  # of a copy
+            ref.buffer.place(self._parameters, name, ref.slot)
+
+    def __reduce_ex__(self: nn.Module, protocol: SupportsIndex) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") != "copy":
+            raise TypeError(
+                f"mfsdp: a sharded {base.__name__} cannot be pickled (torch.save(model)): its class was made for it, "
+                "and its rows are of one rank. Save values: mfsdp.save_safetensors, mfsdp.Checkpoints, or "
+                "torch.distributed.checkpoint.save(model.state_dict(), ...), on all ranks"
+            )
+        return base.__reduce_ex__(self, protocol)
+
+    init = functools.wraps(base.__init__)(__init__)
+    return {"__init__": init, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__}
 
 
-def _listing(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+def _listing(base: type[nn.Module]) -> Methods:
     """Returns the methods of a sharded class that list parameters: full ones inside a forward."""
 
     def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -279,37 +300,23 @@ def _listing(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     return {"named_parameters": named_parameters, "parameters": parameters}
 
 
-class _Sharded(nn.Module):
-    """Above a sharded module's own class: copies, loads in place, refuses pickles, moves, casts, other parameters."""
+def _registering(base: type[nn.Module]) -> Methods:
+    """Returns the methods of a sharded class that refuse to remove or replace its parameters."""
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        for name, ref in refs(self).items():  # of a copy
-            ref.buffer.place(self._parameters, name, ref.slot)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") != "copy":
-            raise TypeError(
-                f"mfsdp: a sharded {type(self).__name__} cannot be pickled (torch.save(model)): its class was made for "
-                "it, and its rows are of one rank. Save values: mfsdp.save_safetensors, mfsdp.Checkpoints, or "
-                "torch.distributed.checkpoint.save(model.state_dict(), ...), on all ranks"
-            )
-        return super().__reduce_ex__(protocol)
-
-    def __delattr__(self, name: str) -> None:
+    def __delattr__(self: nn.Module, name: str) -> None:
         if name in refs(self):
-            raise parametrized.too_late(type(self), name)
-        super().__delattr__(name)
+            raise parametrized.too_late(base, name)
+        base.__delattr__(self, name)
 
-    def register_parameter(self, name: str, param: nn.Parameter | None, **more: Any) -> None:
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None, **more: Any) -> None:
         if gone := [n for n in refs(self) if n not in self._parameters and name.startswith(f"{n}_")]:
             own: dict[str, Any] = {n: ref.buffer.params[ref.slot] for n, ref in refs(self).items()}
             rest = dict(self._parameters)
             self._parameters.clear()
             self._parameters.update(own | rest)
-            raise parametrized.too_late(type(self), gone[0])
+            raise parametrized.too_late(base, gone[0])
         if getattr(param, "_mfsdp_owner", None) is not None and name not in refs(self):
-            raise parametrized.too_late(type(self), name)
+            raise parametrized.too_late(base, name)
         if name in refs(self) and param is not (now := self._parameters.get(name)):
             ref: Any = refs(self)[name]
             if now is not ref.buffer.params[ref.slot] and te.wrapped_again(now, param):
@@ -318,9 +325,15 @@ class _Sharded(nn.Module):
                 f"{type(self).__name__}.{name} is sharded and cannot be replaced; write its values in place, "
                 "with copy_() or inside mfsdp.summon_full_params(model)"
             )
-        super().register_parameter(name, param, **more)
+        base.register_parameter(self, name, param, **more)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+    return {"__delattr__": __delattr__, "register_parameter": register_parameter}
+
+
+def _loading(base: type[nn.Module]) -> Methods:
+    """Returns the methods of a sharded class that load values, in place, and that refuse to move or cast them."""
+
+    def _load_from_state_dict(self: nn.Module, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
         if torch.__future__.get_swap_module_params_on_conversion():
             raise NotImplementedError(
                 f"{type(self).__name__} is sharded: parameters cannot be swapped, "
@@ -334,9 +347,9 @@ class _Sharded(nn.Module):
                     with torch.no_grad():
                         param.copy_(value)
                     state_dict[prefix + name] = param
-        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+        base._load_from_state_dict(self, state_dict, prefix, metadata, *rest)
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+    def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         for ref in refs(self).values():
             probe = torch.empty(0, dtype=ref.buffer.weights.main.dtype, device=ref.buffer.weights.main.device)
             moved = fn(probe)
@@ -347,9 +360,11 @@ class _Sharded(nn.Module):
                 )
         own, self._parameters = self._parameters, {}
         try:
-            return super()._apply(fn, recurse)  # type: ignore[no-any-return]
+            return base._apply(self, fn, recurse)  # type: ignore[no-any-return]
         finally:
             self._parameters = own
+
+    return {"_load_from_state_dict": _load_from_state_dict, "_apply": _apply}
 
 
 def _parameters(
