@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import mfsdp
 from mfsdp.dtensor.eager_autograd import Way, way_of
@@ -163,6 +164,55 @@ def hooked() -> tuple[int, int, float, float]:
     model.zero_grad()
     only.backward()
     return calls["hook"], calls["post"], max(got, error(seen[0], want)), error(whole(model.up.weight.grad), want)
+
+
+class Reentrant(nn.Module):
+    """Two checkpoints, each a backward inside of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = x + checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def nested() -> tuple[list[float], list[int]]:
+    """Differences of gradients, and calls of post-accumulate hooks in two steps."""
+    torch.manual_seed(0)
+    reference = Reentrant()
+    model = mfsdp.fully_shard(copy.deepcopy(reference), strategy="optim")
+    calls = [0, 0]
+    for number, m in enumerate((model, reference)):
+        for layer in m.layers[:2]:
+            layer.weight.register_hook(lambda grad: 2 * grad)
+
+        def count(param: torch.Tensor, number: int = number) -> None:
+            calls[number] += 1
+
+        m.layers[2].bias.register_post_accumulate_grad_hook(count)
+    found = []
+    for step in range(2):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(3, 6)
+        for m in (model, reference):
+            m.zero_grad()
+            (m(x).square().mean() + sum(p.norm() for p in m.parameters())).backward()
+        averaged(reference)
+        grads = [(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
+        found += [error(whole(p), q) for p, q in grads if p is not None and q is not None]
+    assert len(found) == 12
+    return found, calls
+
+
+def test_hooks_in_a_backward_inside_of_a_backward(two_ranks):
+    """What the outer one brings waits for its own end."""
+    for found, calls in two_ranks.run(nested):
+        assert max(found) < 1e-6
+        assert min(calls) >= 4  # once per backward at least
 
 
 def test_hooks_see_the_sum_once(two_ranks):

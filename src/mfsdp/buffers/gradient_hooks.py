@@ -38,6 +38,8 @@ class GradientHooks:
         """Slots with a gradient in ``pending``."""
         self._backward = -1
         """The number of that backward."""
+        self._outer: list[tuple[int, torch.Tensor | None, set[int]]] = []
+        """The same of backwards that it runs inside of (reentrant checkpoints)."""
 
     def any(self) -> bool:
         return any(self.grad_hooks.values()) or any(self.post_hooks.values())
@@ -65,9 +67,15 @@ class GradientHooks:
         self._slots.add(slot)
 
     def _drop_former(self) -> None:
-        """Drops pending gradients of an earlier backward, which an exception ended."""
+        """Drops pending gradients of an earlier backward, which an exception ended, or sets those of an outer one
+        aside.
+        """
         now = engine.backward_number()
         if self._backward != now:
+            if engine.nested():
+                self._outer.append((self._backward, self.pending, self._slots))
+            else:
+                self._outer.clear()
             self._backward, self.pending, self._slots = now, None, set()
 
     def run(self, voted: set[int]) -> tuple[torch.Tensor, set[int]]:
@@ -76,10 +84,12 @@ class GradientHooks:
         """
         assert self.pending is not None
         pending, self.pending = self.pending, None
-        self._slots |= voted
-        for slot in sorted(self._slots):
+        slots = self._slots | voted
+        for slot in sorted(slots):
             self._run(pending, slot)
-        return pending, self._slots
+        if self._outer:
+            self._backward, self.pending, self._slots = self._outer.pop()
+        return pending, slots
 
     def _run(self, pending: torch.Tensor, slot: int) -> None:
         for hook in tuple(self.grad_hooks.get(slot, {}).values()):

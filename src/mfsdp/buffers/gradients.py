@@ -46,8 +46,8 @@ class Gradients:
         """Called once, before the first accumulation; may raise."""
         self._left_out: bool | None = None
         """Whether gradients are wanted, while this rank joins other ranks' reductions with zeros; else ``None``."""
-        self._finishes = -1
-        """The last backward with an end callback."""
+        self._finishes: set[int] = set()
+        """The running backwards with an end callback."""
         self.slots: dict[tuple[int, ...], frozenset[int]] = {}
         """Cache: slots that train, by start offsets; cleared when a parameter is frozen or unfrozen."""
         self.offsets: dict[int, int] = buffer.weights.slots
@@ -254,8 +254,8 @@ class Gradients:
     def _finish_later(self) -> None:
         """Runs `_finish` once, when the running backward ends."""
         now = engine.backward_number()
-        if self._finishes != now:
-            self._finishes = now
+        if now not in self._finishes:
+            self._finishes = {*self._finishes, now} if engine.nested() else {now}
             engine.after_backward(self._finish)
 
     def _finish(self) -> None:
