@@ -110,6 +110,7 @@ class ProgramGraphs:
             out = program(args, self._replay)
             self._misses = self._misses + 1 if self._missed else 0
             if self._misses == MISSES and self._captures < MOST:
+                devices.synchronize(device)  # graphs end before their memory does
                 self._captured = {}
             return out
         self._runs += 1
