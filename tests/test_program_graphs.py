@@ -357,7 +357,7 @@ def trains(strategy: str) -> tuple[list[Any], list[Any], int, int]:
             optimizer = mfsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
             run: Any = torch.compile(model, backend="mfsdp", mode="reduce-overhead" if on else None)
             random, values = torch.Generator().manual_seed(dist.get_rank()), []
-            for step in range(STEPS):
+            for step in range(2 * STEPS + 2):
                 torch.manual_seed(step)
                 ids = torch.randint(0, 17, (2, 8), generator=random)
                 loss = run(ids).float().logsumexp(-1).mean()
