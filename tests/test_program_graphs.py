@@ -225,7 +225,7 @@ def test_steps_have_the_bits_of_steps_that_run(four, graphs, case):
 def test_what_happens_between_steps(four, graphs):
     """Nobody sees a tensor that a replay overwrites, and no replay reads what has moved."""
     alike([(STEPS, ACTIONS[0]), *((2, does) for does in ACTIONS for _ in range(2)), *((0, does) for does in ACTIONS)])
-    assert graphs and graphs[0].replays > 2 * len(ACTIONS)
+    assert max(graph.replays for graph in graphs) > len(ACTIONS)
 
 
 @pytest.mark.exhaustive
@@ -270,7 +270,7 @@ def test_what_moves_is_copied_or_runs(four, graphs):
 
 def test_another_stream_thread_or_observer_runs(four, graphs, monkeypatch):
     t = Trained(True)
-    t.train(STEPS)
+    t.train(3 * STEPS)
     before = sum(graph.replays for graph in graphs)
     with mfsdp.profile(t.model) as profile:
         t.train()
