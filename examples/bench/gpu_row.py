@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,8 +132,8 @@ class Setting:
         more |= {"fused": True} if self.device == "cuda" else {}
         return torch.optim.AdamW(model.parameters(), lr=1e-4, **more)
 
-    def compile(self, function: Any) -> Any:
-        return torch.compile(function, backend="aot_eager" if self.row.lowering == "eager" else "inductor")
+    def compile(self, function: Any, mode: str | None = None) -> Any:
+        return torch.compile(function, backend="aot_eager" if self.row.lowering == "eager" else "inductor", mode=mode)
 
     def mesh(self) -> Any:
         return dist.device_mesh.init_device_mesh(self.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
@@ -165,7 +165,7 @@ def plain(s: Setting) -> Contender:
     return call, s.adamw(s.model)
 
 
-def fsdp2(s: Setting, whole: bool) -> Contender:
+def fsdp2(s: Setting, whole: bool, mode: str | None = None) -> Contender:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     given: Any = {"mesh": s.mesh(), "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)}
@@ -174,7 +174,7 @@ def fsdp2(s: Setting, whole: bool) -> Contender:
             block.compile(backend="aot_eager" if s.row.lowering == "eager" else "inductor")
         fully_shard(block, **given)
     fully_shard(s.model, **given)
-    call = s.whole(s.compile(s.model)) if whole else s.by_layers(s.model)
+    call = s.whole(s.compile(s.model, mode)) if whole else s.by_layers(s.model)
     return call, s.adamw(s.model)
 
 
@@ -224,6 +224,13 @@ def captured(s: Setting) -> Contender:
     return mfsdp.capture_step(partial(train, call, optimizer), s.model, optimizer), None
 
 
+def graphs(s: Setting) -> Contender:
+    """CUDA graphs of the compute between collectives."""
+    stitched = s.row.lowering != "eager"
+    row = replace(s.row, options={**s.row.options, **({"cuda_graph": "programs"} if stitched else {})})
+    return ours(replace(s, row=row), flat=True)
+
+
 def ours(s: Setting, flat: bool, **more: Any) -> Contender:
     import mfsdp
 
@@ -246,9 +253,11 @@ CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
     "mfsdp": lambda s: ours(s, flat=False),
     "mfsdp-optimizer": lambda s: ours(s, flat=True),
     "mfsdp-captured": captured,
+    "mfsdp-graphs": graphs,
     "megatron-v1": megatron_v1,
     "megatron-v2": megatron_v2,
     "fsdp2-whole": lambda s: fsdp2(s, whole=True),
+    "fsdp2-reduce-overhead": lambda s: fsdp2(s, whole=True, mode="reduce-overhead" if s.device == "cuda" else None),
 }
 
 
