@@ -24,14 +24,11 @@ from ..ir import ops
 from ..ir.program import INPUT, STORAGE, is_element, mutates
 from ..ir.roles import Kind, is_kind, role
 from ..runtime import execution, kernels
-from ..runtime.program_graphs import ProgramGraphs, Site
+from ..runtime.program_graphs import Body, ProgramGraphs, Site
 from .compile_workers import handed_out
 from .subgraphs import CannotSplit, Step, Subgraph, base, is_view, reads, scheduled, split
 
 log = logging.getLogger("mfsdp")
-
-Body = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-"""A compiled subgraph."""
 
 Compile = Callable[..., Any]
 """``compile_fx_inner``, or a replacement."""

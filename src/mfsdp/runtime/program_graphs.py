@@ -34,7 +34,7 @@ from .static_buffers import holders
 log = logging.getLogger("mfsdp")
 
 Body = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-"""Compute; empties the list of its inputs."""
+"""A compiled subgraph of compute; empties the list of its inputs."""
 
 Caller = Callable[[int, Body, list[torch.Tensor]], Sequence[torch.Tensor]]
 """Calls a body, which has a number in its program."""
@@ -180,7 +180,7 @@ class _Recorder:
             return body(given)
         places = {address: i for i, x in enumerate(given) if i not in copied and (address := _storage(x))}
         reused = {i: at for i, x in enumerate(out) if (at := places.get(_storage(x))) is not None}
-        out = [_over(given[reused[i]], x) if i in reused else x for i, x in enumerate(out)]
+        out = [_in(given[reused[i]].untyped_storage(), x) if i in reused else x for i, x in enumerate(out)]
         taken = {i: at for i, at in reused.items() if _storage(given[at]) not in self._made}
         graph.replay()
         given.clear()
@@ -233,7 +233,7 @@ class _Captured:
             copy.copy_(given[i])
         out = list(self.results)
         for i, at in self._reused.items():
-            out[i] = _over(given[at], out[i])
+            out[i] = _in(given[at].untyped_storage(), out[i])
         self.graph.replay()
         given.clear()
         return self.given_out(out)
@@ -262,21 +262,17 @@ def _storage(x: torch.Tensor) -> int:
     return x.untyped_storage().data_ptr()
 
 
-def _over(owner: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor like another one, in the storage of the owner of that memory."""
-    return _tensor(owner.untyped_storage(), like)
-
-
 def unowned(x: torch.Tensor) -> torch.Tensor:
     """Returns a tensor over the same memory that does not own it. Private in torch
     (``_construct_storage_from_data_pointer``); tried on 2.11, 2.13 and 2.15.
     """
     whole = x.untyped_storage()
     build: Any = torch._C._construct_storage_from_data_pointer  # type: ignore[attr-defined]
-    return _tensor(build(whole.data_ptr(), whole.device, whole.nbytes()), x)
+    return _in(build(whole.data_ptr(), whole.device, whole.nbytes()), x)
 
 
-def _tensor(memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+def _in(memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor like another one, in a storage over the same memory."""
     with torch.inference_mode(False), torch.no_grad():
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
         return empty.set_(memory, like.storage_offset(), like.shape, like.stride())  # type: ignore[call-overload, no-any-return]
