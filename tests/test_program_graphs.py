@@ -123,6 +123,11 @@ def evaluate(t: Trained) -> None:
         t.told.append(t.loss())
 
 
+def infer(t: Trained) -> None:
+    with torch.inference_mode():
+        t.told.append(t.loss().clone())
+
+
 def forward_alone(t: Trained) -> None:
     t.kept.append(t.loss())  # with its graph
 
@@ -158,7 +163,7 @@ def load(t: Trained) -> None:
 
 
 ACTIONS = [
-    two_forwards, microbatches, unsynced, evaluate, forward_alone, write, other_rows, move_buffers, twice, load,
+    two_forwards, microbatches, unsynced, evaluate, infer, forward_alone, write, other_rows, move_buffers, twice, load,
 ]  # fmt: skip
 
 Plan = list[tuple[int, Callable[[Trained], None]]]
