@@ -45,6 +45,7 @@ from torch.fx import Node
 from mfsdp.config.block_grid import Grid, encode
 from mfsdp.config.units import Unit
 from mfsdp.ir import ops
+from mfsdp.ir.fp8_operators import write_casts
 from mfsdp.ir.fp8_patterns import SCALE, Dims, Fp8Cast, Operand, Read, blocks, reads
 from mfsdp.ir.program import Program
 from mfsdp.ir.roles import Kind, Lane, Role
@@ -61,12 +62,16 @@ def quantize(p: Program, *, on: bool = True) -> None:
     done, bits = 0, []
     for unit, params in p.by_unit(Kind.PARAM).items():
         markers = [n for n in params if n.target is ops.param]
-        found = reads(p, markers) if unit.spec.world > 1 or unit.spec.persistent else []
-        if not any(read.codes for read in found):
-            bits += [f"{_width(unit)}: {read.reason}, as it is" for read in found if read.foreign][:1]
+        if not (unit.spec.world > 1 or unit.spec.persistent):
             continue
-        why = "" if on else "off"
-        why = why or _hinders(unit, found)
+        off = _unit_hinders(unit) if on else "off"
+        inside = write_casts(p, markers) if not off else ""
+        found = reads(p, markers)
+        if not any(read.codes for read in found):
+            inside = f"; {inside}" if inside else ""
+            bits += [f"{_width(unit)}: {read.reason}, as it is{inside}" for read in found if read.foreign][:1]
+            continue
+        why = off or _hinders(unit, found)
         if why:
             bits.append(f"{_width(unit)}: {why}")
             continue
@@ -84,14 +89,19 @@ def _width(unit: Unit) -> str:
     return f"{unit.name} travels in {8 * unit.spec.precision.comm.itemsize} bits"
 
 
-def _hinders(unit: Unit, found: list[Read]) -> str:
-    """Returns why a unit cannot be quantized before communication, ``""`` if it can."""
+def _unit_hinders(unit: Unit) -> str:
+    """Returns why no weight of a unit can be quantized before communication, ``""`` if some can."""
     if unit.spec.any_optional:
         return "units of its model may be unused, and maxima are taken of all of a program's at once"
     if unit.spec.precision.wire is not None:
         return f"{unit.spec.precision.wire} was asked for by name"
     if unit.spec.precision.comm is not unit.spec.precision.compute:
         return "it is computed in another dtype than it travels in"
+    return ""
+
+
+def _hinders(unit: Unit, found: list[Read]) -> str:
+    """Returns why the reads of a unit's weights do not let it, ``""`` if they do."""
     for read in found:
         name = unit.offset_name(read.offset)
         if read.reason:

@@ -323,6 +323,43 @@ def test_codes_last_and_are_gathered_once_per_step(two_ranks):
         assert on == {"moved": 2**17, "lasts": 2**17}
 
 
+class Sum(Coded):
+    """Its forward reads the weight in two ways, its backward the FP8 payload alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.weight.detach().sum()
+
+
+def in_full_first() -> None:
+    rank, seen = torch.distributed.get_rank(), []
+    for on in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(Sum(64, 64, "tensorwise"), Sum(64, 64, "tensorwise")).to(**BF16)
+        mfsdp.fully_shard(model, units=[Sum], strategy=2)
+        run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", "quantize": on})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2 * step + rank)).to(**BF16)
+            run(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append([p.full_tensor() for p in model.parameters()])
+        loss = run(torch.ones(4, 64, **BF16)).sum()
+        with torch.no_grad():
+            model[1].weight.mul_(2)
+        if on:
+            with pytest.raises(RuntimeError, match="written between forward and its backward"):
+                loss.backward()
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_forward_may_read_what_backward_reads_in_fp8(two_ranks):
+    two_ranks.run(in_full_first)
+
+
 def on_and_off(layers: Layers, options: dict[str, Any], width: int = 128, **sharding: Any) -> list[int]:
     """How often maxima went over ranks in the last step, with the pass and without."""
     on = trained({**options}, layers, width, **sharding)

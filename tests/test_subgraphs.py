@@ -126,6 +126,24 @@ def test_the_driver_is_the_listing(phase):
         schedule_check.compare(expected, "\n".join(lines), driven=True)
 
 
+class Opaque:
+    """A constant that is no tensor, as TransformerEngine's quantizers among a program's results."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
+        return f"Opaque({self.number})", {"Opaque": Opaque}
+
+
+def test_opaque_constants_are_results():
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"), Opaque(3)))
+    drives = stitched.Stitched(stitched.driver(graph, [], {}), {}, {}, stitched._opaque(graph), {})
+    x, made = drives([torch.ones(1)])
+    assert x.item() == 1 and made.number == 3
+
+
 def test_what_stretches_cannot_hold_is_compiled_as_one_graph(monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(stitched.log, "info", lambda text, *words: told.append(text % words))

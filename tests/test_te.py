@@ -10,17 +10,21 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.dtensor import transformer_engine
+from mfsdp.dtensor import te_linear, transformer_engine
+from mfsdp.ir import ops
 from mfsdp.ir.saved_copies import copies
 from mfsdp.sharding import eager
+from tests.helpers.logs import logged
 from tests.helpers.optimizers import fill
 from tests.helpers.parity import whole
 
@@ -29,7 +33,11 @@ pytestmark = pytest.mark.te
 
 @pytest.fixture
 def te(monkeypatch) -> Any:
-    """The package, where a Hopper seems to be."""
+    return package(monkeypatch)
+
+
+def package(monkeypatch: Any) -> Any:
+    """TransformerEngine, where a Hopper seems to be."""
     if not torch.cuda.is_available():
         pretend(monkeypatch, (9, 0))
     import transformer_engine.pytorch as te
@@ -93,12 +101,13 @@ HOW: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
 
 
 def linear(te: Any, recipe: Any = None, **how: Any) -> Model:
-    return Model(te, lambda: te.Linear(64, 64, bias=False, **HOW, **how), recipe)
+    return Model(te, lambda: te.Linear(64, 64, bias=False, **HOW | how), recipe)
 
 
 def programs(model: nn.Module) -> list[Any]:
     torch._dynamo.reset()
-    return list(mfsdp.trace(model, (torch.randn(32, 64, dtype=torch.bfloat16),), world=4, units=["layers.*"]))
+    x = torch.randn(32, 64, dtype=torch.bfloat16, device=next(model.parameters()).device)
+    return list(mfsdp.trace(model, (x,), world=4, units=["layers.*"]))
 
 
 def kept(program: Any) -> list[torch.Tensor]:
@@ -181,6 +190,135 @@ def test_the_recipe_that_does_not_compile(te):
 
     with pytest.raises(torch._dynamo.exc.Unsupported, match="DelayedScaling is not supported under torch.compile"):
         programs(linear(te, recipe.DelayedScaling()))
+
+
+# The weight of te.Linear, cast before its gather
+
+
+def quantised(value: torch.Tensor, quantizer: Any) -> Any:
+    """What TE's kernels return, by numbers of numpy."""
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    fp8 = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}[quantizer.dtype.name[-4:]]
+    amax = np.float32(value.detach().abs().max().item())
+    scale = np.float32(torch.finfo(fp8).max) / amax if amax else np.float32(1)
+    data = (value.detach().float() * float(scale)).to(fp8).view(torch.uint8)
+    parts = {
+        "data": data if quantizer.rowwise_usage else None,
+        "data_transpose": data.t().contiguous() if quantizer.columnwise_usage else None,
+        "fp8_scale_inv": torch.tensor([float(np.float32(1) / scale)]),
+    }
+    how = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer, **parts}
+    if quantizer.internal:
+        return Float8TensorStorage(fake_dtype=value.dtype, **how)
+    return Float8Tensor(shape=value.shape, dtype=value.dtype, device=value.device, **how)
+
+
+def multiplied(
+    a: Any, b: Any, out_dtype: Any = None, layout: str = "TN", bias: Any = None, **_: Any
+) -> tuple[Any, ...]:
+    """``general_gemm`` of FP8 operands on a Hopper, which reads one side's transpose in backward."""
+    if layout == "NN":
+        assert torch.equal(a._transpose, a._data.t()) and not a._transpose_invalid
+    x, y = (m.dequantize(dtype=torch.float32).flatten(0, -2) for m in (a, b))
+    out = {"TN": lambda: y @ x.t(), "NN": lambda: y @ x, "NT": lambda: y.t() @ x}[layout]()
+    return (out if bias is None else out + bias).to(out_dtype), None, None, None
+
+
+@pytest.fixture
+def cpu_kernels(te, monkeypatch) -> None:
+    replace_kernels(monkeypatch)
+
+
+def replace_kernels(monkeypatch: Any) -> None:
+    """TE's own forward and backward run, with kernels of a CPU."""
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch import utils
+    from transformer_engine.pytorch.module import linear
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
+
+    monkeypatch.setattr(te_linear, "_on_gpu", lambda values: True)
+    monkeypatch.setattr(te_linear, "_known", {})
+    monkeypatch.setattr(Float8CurrentScalingQuantizer, "quantize_impl", lambda self, value: quantised(value, self))
+    monkeypatch.setattr(linear, "general_gemm", multiplied)
+    for module in (utils, float8_tensor_storage):
+        monkeypatch.setattr(module, "_empty_tensor", torch.Tensor)
+    monkeypatch.setattr(tex, "fp8_transpose", lambda data, dtype, out=None: data.t().contiguous())
+
+
+def test_linear_takes_weights_that_were_cast_before(te, cpu_kernels, golden):
+    from transformer_engine.common import recipe
+
+    listings = []
+    for program in programs(linear(te, recipe.Float8CurrentScaling())):
+        stages = pipeline.run(program)
+        launches = program.calls(ops.all_gather)
+        assert len(launches) == 2 and all(n.meta["val"].dtype is torch.float8_e4m3fn for n in launches)
+        listings.append(stages[-1].listing)
+    golden("te_linear_fp8", "\n".join(listings))
+
+
+def trained(strategy: str, lowering: str, folder: str) -> list[bool]:
+    """Whether gathers were in FP8, with the pass and without; losses and weights are equal."""
+    found, fp8 = [], []
+    rank = torch.distributed.get_rank()
+    for on in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            te = package(monkeypatch)
+            replace_kernels(monkeypatch)
+            from transformer_engine.common import recipe
+
+            model = linear(te, recipe.Float8CurrentScaling())
+            mfsdp.fully_shard(model, units=["layers.*"], strategy=strategy)
+            dump = Path(folder, f"{rank} {on}")
+            options = {"lowering": lowering, "quantize": on, "dump": str(dump)}
+            run = torch.compile(model, backend="mfsdp", options=options)
+            optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
+            values = []
+            for step in range(3):
+                x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank)).bfloat16()
+                loss = run(x)
+                loss.backward()
+                values += [loss.detach(), *(whole(p.grad) for p in model.parameters())]
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([*values, *map(whole, model.parameters())])
+        listings = "".join(path.read_text() for path in dump.rglob("*.txt"))  # rank 0 writes them
+        fp8.append("all_gather u0_code" in listings or "refresh_codes" in listings)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not torch.equal(found[0][0], found[0][-3])
+    return fp8
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
+def test_values_are_those_of_its_own_cast(two_ranks, tmp_path, strategy, lowering):
+    assert two_ranks.run(trained, strategy, lowering, str(tmp_path))[0] == [True, False]
+
+
+@pytest.mark.parametrize("why", ["other bits", "was not compared: RuntimeError: no memory"])
+def test_a_cast_with_other_bits_is_left_inside(te, cpu_kernels, monkeypatch, why):
+    from transformer_engine.common import recipe
+
+    own = te_linear._current_scaling
+
+    def another(*args: Any) -> Any:
+        if "memory" in why:
+            raise RuntimeError("no memory")
+        payload, inverse = own(*args)
+        return payload, args[0](torch.ops.aten.mul.Tensor, inverse, 2)
+
+    monkeypatch.setattr(te_linear, "_current_scaling", another)
+    forward, _ = programs(linear(te, recipe.Float8CurrentScaling()))
+    with logged() as texts:
+        told = pipeline.run(forward)["quantize"].listing
+    assert why in told and texts and all(why in text for text in texts)
+    assert all(n.meta["val"].dtype is torch.bfloat16 for n in forward.calls(ops.all_gather))
 
 
 MODULES: dict[str, Callable[[Any], nn.Module]] = {
@@ -346,7 +484,7 @@ def test_its_optimizer_is_refused_on_shards(te):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", ["", "eager", "inductor"])
 @pytest.mark.parametrize("name", ["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_steps_on_a_gpu(te, name, compiled):
     """Losses are those of the model alone, in FP8 with current scaling."""
@@ -362,7 +500,7 @@ def test_steps_on_a_gpu(te, name, compiled):
         if shards:
             policy = mfsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.bfloat16)
             mfsdp.fully_shard(model, units=["layers.*"], mp_policy=policy)
-        run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"}) if shards and compiled else model
+        run = torch.compile(model, backend="mfsdp", options={"lowering": compiled}) if shards and compiled else model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses.append([])
         for step in range(3):
@@ -373,6 +511,19 @@ def test_steps_on_a_gpu(te, name, compiled):
             optimizer.zero_grad()
             losses[-1].append(loss.item())
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("power", [False, True])
+def test_casts_before_the_gather_have_the_bits_of_its_kernels(te, power):
+    """The comparison that lets weights of te.Linear travel in FP8."""
+    from transformer_engine.common import recipe
+
+    how = recipe.Float8CurrentScaling(fp8_quant_fwd_weight=recipe.QParams(power_2_scale=power))
+    for program in programs(linear(te, how, device="cuda")):
+        told = pipeline.run(program)["quantize"].listing
+        gathers = program.calls(ops.all_gather)
+        assert gathers and all(n.meta["val"].dtype is torch.float8_e4m3fn for n in gathers), told
 
 
 @pytest.mark.gpu

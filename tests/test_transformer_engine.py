@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,6 +28,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from mfsdp import pipeline
+from mfsdp.dtensor import te_linear
+from mfsdp.ir import ops
+from mfsdp.ir.fp8_operators import CASTS
+from mfsdp.ir.roles import Kind, Role, unit_of
 from mfsdp.ir.saved_copies import copies
 from tests.helpers.engine_doubles import FusedAdam, GroupedTensor, Linear, QuantizedTensor
 from tests.helpers.optimizers import fill
@@ -291,6 +299,100 @@ def test_what_does_not_compile_gathers_once_and_says_so(monkeypatch):
     words = [str(w.message) for w in told if "outside of a compiled graph" in str(w.message)]
     assert gathers == ["layers.0", "layers.1"] and len(words) == 1 and "Linear.forward" in words[0]
     assert all(p.grad is not None for p in model.parameters())
+
+
+# te.Linear's weight, cast before its gather (`test_te.py` has TE's own operator)
+
+Quantizer = SimpleNamespace
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    values=st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=12),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    fp8=st.sampled_from(["kFloat8E4M3", "kFloat8E5M2"]),
+    power=st.booleans(),
+    epsilon=st.sampled_from([0.0, 1e-3]),
+)
+def test_the_cast_is_that_of_current_scaling(values, dtype, fp8, power, epsilon):
+    """By numpy, as TE's kernels compute: float32 quotients, rounded correctly."""
+    weight = torch.tensor(values, dtype=dtype)
+    quantizer = Quantizer(dtype=Quantizer(name=fp8), force_pow_2_scales=power, amax_epsilon=epsilon)
+    payload, inverse = te_linear._current_scaling(lambda op, *args: op(*args), weight, quantizer)
+    kind = torch.float8_e4m3fn if fp8 == "kFloat8E4M3" else torch.float8_e5m2
+    most = np.float32(torch.finfo(kind).max)
+    with np.errstate(all="ignore"):
+        amax = np.maximum(np.float32(weight.abs().max().item()), np.float32(epsilon))
+        scale = np.float32(1)
+        if 0 < amax < np.inf:
+            scale = min(most / amax, np.finfo(np.float32).max)
+            if power:
+                scale = (np.float32(scale).view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+        scaled = np.clip(weight.float().numpy() * np.float32(scale), -most, most)
+        assert inverse.numpy().tobytes() == np.array([np.float32(1) / np.float32(scale)], np.float32).tobytes()
+    assert payload.dtype is torch.uint8 and torch.equal(payload, torch.from_numpy(scaled).to(kind).view(torch.uint8))
+
+
+def cast_outside(p: Any, node: Any, marker: Any) -> Any:
+    """What `te_linear` says of TE's operator, of its double: it takes a payload in the place of a weight."""
+    at = list(node.args).index(marker)
+
+    def rewrite() -> None:
+        cast = Role(Kind.CAST, unit_of(marker))
+        code = p.insert(torch.ops.prims.convert_element_type.default, (marker, torch.float8_e4m3fn), node, cast)
+        payload = p.insert(torch.ops.aten.view.dtype, (code, torch.uint8), node, cast)
+        node.args = (*node.args[:at], payload, *node.args[at + 1 :])
+
+    return rewrite
+
+
+class Summed(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.layers[0].weight.float().sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "on", "codes", "told"),
+    [
+        (Model, True, 2, "2 units in one byte per element"),
+        (Model, False, 0, "u0 travels in 16 bits: u0_weight is read by mfsdp_engine::linear, as it is"),
+        (Summed, True, 1, "1 units in one byte per element"),
+    ],
+)
+def test_casts_inside_of_operators_are_moved(monkeypatch, kind, on, codes, told):
+    for name in ("linear", "linear_backward"):
+        monkeypatch.setitem(CASTS, f"mfsdp_engine::{name}", cast_outside)
+    forward, backward = mfsdp.trace(kind(), (batch(),), world=2, units=["layers.*"])
+    assert told in pipeline.run(forward, passes=pipeline.table(quantize=on))["quantize"].listing
+    pipeline.run(backward, passes=pipeline.table(quantize=on))
+    for program, count in ((forward, codes), (backward, 2 * on)):  # backward does not read the sum
+        dtypes = [n.meta["val"].dtype for n in program.calls(ops.all_gather)]
+        assert len(dtypes) == 2 and dtypes.count(torch.float8_e4m3fn) == count
+
+
+def moved_and_not() -> None:
+    rank, seen = dist.get_rank(), []
+    for on in (True, False):
+        reset()
+        torch.manual_seed(0)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            for name in ("linear", "linear_backward"):
+                monkeypatch.setitem(CASTS, f"mfsdp_engine::{name}", cast_outside)
+            model = mfsdp.fully_shard(Model(), units=["layers.*"])
+            run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", "quantize": on})
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2 * step + rank)).bfloat16()
+                run(x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append([whole(p) for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.dist
+def test_moved_casts_give_the_same_values(two_ranks):
+    two_ranks.run(moved_and_not)
 
 
 def eager_saves() -> tuple[bool, float]:

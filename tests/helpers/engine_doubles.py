@@ -18,8 +18,8 @@ LIBRARY.define("linear_backward(Tensor g, Tensor x, Tensor w) -> (Tensor, Tensor
 
 
 def _linear(x: torch.Tensor, w: torch.Tensor, keeps: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes with a quantised weight, and keeps it for backward."""
-    q = w.to(FP8)
+    """Computes with a quantised weight, given as it is or as its payload, and keeps it for backward."""
+    q = w.view(FP8) if w.dtype == torch.uint8 else w.to(FP8)
     kept = q.view(torch.uint8) if keeps else w.new_empty(0, dtype=torch.uint8)
     return x @ q.to(x.dtype).t(), kept
 

@@ -13,7 +13,7 @@ backward casts along another dimension than forward, there are two persistent pa
 microbatch instead of once per step, the reason for these strategies.
 
 If weights are written between a forward and its backward, amax and rows change, so backward raises; forward has to be
-called again.
+called again. The forward may have read the weights in their own dtype, as where it also uses their sum.
 
 The source of such a unit is a handle without memory. Code that reads it directly (the eager fallback, a program that
 reads a parameter in another way) fills it, and it then persists beside the payload.
@@ -51,6 +51,10 @@ class PersistentFp8:
         self.codes: dict[str, _Codes] = {}
         self._read: _History | None = None
         """History of the weights that the last forward read."""
+
+    def read_in_full(self) -> None:
+        """Records that a program reads the weights in their own dtype: its backward may read a payload of them."""
+        self._read = self._of.history
 
     def refresh(self, key: str, code: torch.Tensor, back: bool) -> tuple[torch.Tensor, list[End]]:
         """Launches the gather of a payload if it is due.

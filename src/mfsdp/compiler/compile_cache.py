@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from ..config.options import Options
 from ..cost_model.auto_prefetch import Key, agree
+from ..dtensor import te_linear
 from ..pipeline import Table
 from ..runtime import groups
 from ..runtime.compiled_program import CompiledProgram
@@ -165,7 +166,7 @@ def cache_key(capture: Capture, options: Options, passes: Table, gm: fx.GraphMod
         sources(), platform.python_version(), replace(options, **OF_THE_RUN), rows, groups.world(),
         [groups.axis_of(name) for name in axes], capture.name, capture.input_names,
         sorted(capture.shards.items()), sorted(capture.whole), sorted(capture.plain.items(), key=lambda item: item[0]),
-        decide, sorted(capture.treated.items()),
+        decide, sorted(capture.treated.items()), te_linear.version(),
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from ..ir import ops
 from ..ir.program import INPUT, STORAGE, is_element, mutates
@@ -57,7 +58,7 @@ class Stitched:
         driver: str,
         bodies: Mapping[str, Body],
         dying: Mapping[str, Sequence[int]],
-        constants: Mapping[str, torch.Tensor],
+        constants: Mapping[str, Any],
         sites: Mapping[int, Site] | None = None,
     ):
         self.driver, self.bodies, self.dying, self.constants = driver, bodies, dying, constants
@@ -133,6 +134,7 @@ def stitched(whole: Compile, each: Compile) -> Compile:
                 bodies[name] = handed_out(compiled, f"{name}, the stretch {_range(subgraph)}")
         _report_strides(gm)
         constants = {_text(n): getattr(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
+        constants |= _opaque(gm.graph)
         log.debug("mfsdp: %d stretches of %d kinds", len(names), len(kinds))
         found = sites(gm, steps, bool(kwargs.get("is_backward"))) if RETURNED in gm.meta else {}
         text = driver(gm.graph, steps, names, {subgraph: number for number, subgraph in enumerate(found)})
@@ -249,9 +251,22 @@ def _text(value: object) -> str:
         return f"torch.ops.{value}"
     if isinstance(value, torch._ops.HigherOrderOperator):
         return f"torch.ops.higher_order.{value}"
+    if hasattr(value, "__fx_repr__"):
+        return str(value.__fx_repr__()[0])
     if value is None or isinstance(value, (bool, int, str, torch.dtype, torch.layout, torch.memory_format)):
         return repr(value)
     raise CannotSplit(f"{value!r} is an argument outside of compute")
+
+
+def _opaque(graph: fx.Graph) -> dict[str, Any]:
+    """Returns the names that the source of opaque constants reads, as of TransformerEngine's quantizers among a
+    program's results. Private in torch (``__fx_repr__``, of 2.14's ``register_custom_class``); tried on 2.14.
+    """
+    found: dict[str, Any] = {}
+    for node in graph.nodes:
+        for value in pytree.tree_leaves((node.args, node.kwargs)) if scheduled(node) or node.op == "output" else ():
+            found |= value.__fx_repr__()[1] if hasattr(value, "__fx_repr__") else {}
+    return found
 
 
 def _donated(gm: fx.GraphModule) -> set[Node]:

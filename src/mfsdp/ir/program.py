@@ -198,8 +198,11 @@ class Program:
         return mark(node, r)
 
     def rewrite(self, node: Node, target: Any, args: tuple[Any, ...]) -> None:
-        """Changes what a node computes, not its role and name."""
+        """Changes what a node computes, not its role and name. Private in torch (``eager_input_vals``: arguments of
+        custom operators, whose strides Inductor keeps); tried on 2.13 and 2.14, there in 2.11 to 2.15.
+        """
         node.target, node.args, node.kwargs = target, args, {}
+        node.meta.pop("eager_input_vals", None)
         node.meta["val"] = self._fake(target, args)
 
     def fill(self) -> None:

@@ -31,6 +31,7 @@ class BlockAmax(Protocol):
 class Fp8Payloads(Protocol):
     """A buffer's persistent FP8 payloads."""
 
+    def read_in_full(self) -> None: ...
     def refresh(self, key: str, code: torch.Tensor, back: bool) -> tuple[torch.Tensor, list[End]]: ...
 
 

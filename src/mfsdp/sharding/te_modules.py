@@ -7,6 +7,7 @@ import warnings
 from torch import nn
 
 from ..buffers.flat_buffer import refs
+from ..dtensor import te_linear  # noqa: F401  (tells `ir.fp8_operators` what its operator does)
 from ..dtensor import transformer_engine as te
 from .rollback import Rollback
 
