@@ -125,6 +125,7 @@ def test_explain_decides_with_its_hardware_and_suggests_nothing_that_is_decided(
     assert alone.step == auto.step and not any("prefetch" in s.text for s in alone.suggestions)
 
 
+@pytest.mark.slow
 def test_what_is_not_known_is_not_guessed():
     """In a run on a CPU nothing is known of compute and links."""
     program = programs().forward
@@ -420,6 +421,7 @@ def test_ties_and_parameters_of_others():
     assert chosen(peft()) == [f"base_model.model.model.layers.{i}" for i in range(2)]
 
 
+@pytest.mark.slow
 def test_what_is_sharded_already_is_left_alone():
     """Experts over ranks of their own; blocks; the model."""
     mesh = local_mesh("cpu", (4,))
@@ -443,6 +445,7 @@ def test_what_units_may_not_be():
         mfsdp.fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], units="auto")
 
 
+@pytest.mark.slow
 def test_what_was_chosen_is_traced_again_on_other_ranks():
     """A plan for a model that is sharded has the units that it has, whatever would be chosen there."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))

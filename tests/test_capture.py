@@ -58,6 +58,7 @@ def test_no_gathered_weight_is_saved(name):
     assert all(n.meta["val"].dim() == 1 for n in saved), "only flat shards carry roles"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "gpt_checkpointed", "mixtral"])
 def test_each_unit_is_gathered_once_per_graph(name):
     for program in untouched(name):

@@ -774,6 +774,7 @@ def test_many_small_kernels_cost_no_more_than_they_are():
     assert len(looked) < 10 * len(program.nodes)
 
 
+@pytest.mark.slow
 def test_sixteen_thousand_ranks_and_two_levels():
     many = toy(world=16_384, suggest=False)
     assert many.world == 16_384 and {x.why for x in many.exposed} == {"latency"}

@@ -393,6 +393,7 @@ def order(program: Program) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copying, waited", [(0.0, 0), (1.0, 1), (2.5, 3), (100.0, 9)])
 def test_forward_waits_where_a_copy_is_complete(copying, waited):
     """Products take a second each. A value stays at least until it has been read."""

@@ -30,6 +30,7 @@ def trained(lowering: str, flat: bool, **options: object) -> tuple[list[torch.Te
     return [p.to_local().clone() for p in model.parameters()], model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lowering", "flat"),
     [
@@ -51,6 +52,7 @@ def test_one_cast_per_step_and_the_same_bits(lowering, flat, monkeypatch):
     assert sum(made) == 3 * len(buffers_of(model)) and all(map(torch.equal, kept, plain))
 
 
+@pytest.mark.slow
 def test_it_stands_in_both_programs_and_not_where_a_unit_stays_whole():
     torch.manual_seed(0)
     given = {"world": 1, "units": ["up"], "mp_policy": POLICY}

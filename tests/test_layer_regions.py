@@ -13,6 +13,8 @@ from torch import fx, nn
 import mfsdp
 from mfsdp.compiler import layer_regions, tracing
 
+pytestmark = pytest.mark.slow
+
 DEPTH, WIDTH = 5, 8
 COUNT = [0]
 BY_MODULE: dict[nn.Module, int] = {}

@@ -114,6 +114,7 @@ def test_names_are_escaped(report):
     assert packed(html)["programs"][0]["marks"][3][4] == EVIL, "as data it is whole"
 
 
+@pytest.mark.slow
 def test_every_listing_is_there(report, html):
     programs = packed(html)["programs"]
     assert [p["phase"] for p in programs] == ["forward", "backward"]

@@ -280,6 +280,7 @@ def test_unequal_stages_and_the_page():
     assert html.count('data-of="pipeline"') == 1 and 'id="pipeline"' in html
 
 
+@pytest.mark.slow
 def test_what_no_schedule_can_be():
     def refused(model: Any = None, **given: Any) -> str:
         with pytest.raises(ValueError) as error:

@@ -26,6 +26,8 @@ from tests.helpers.models import GPT, Block
 from tests.helpers.program_graphs import program_graphs
 from tests.helpers.without_inductor import without_inductor
 
+pytestmark = pytest.mark.slow
+
 STEPS = captured.WARM + 4
 
 

@@ -159,6 +159,7 @@ def by_activations(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x @ (w.float() * x.float().abs().amax()).to(torch.float8_e4m3fn).to(x.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "why"),
     [

@@ -137,6 +137,7 @@ def test_bytes_are_gathered_and_matrices_are_not_saved():
         assert all(math.prod(n.meta["val"].shape) < 512 * 512 for n in saved if isinstance(n, torch.fx.Node))
 
 
+@pytest.mark.slow
 def test_a_saved_matrix_breaks_an_invariant():
     """Tables in buffers would do it: the matrix would not depend on parameters alone, and AOTAutograd saves it."""
     forward = mfsdp.trace(blocks("nested"), (torch.randn(3, 128),), world=2, units=[Block]).forward

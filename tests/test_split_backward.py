@@ -86,6 +86,7 @@ def test_each_product_stands_in_its_part() -> None:
     assert counts == [[2, 0], [0, 2]]
 
 
+@pytest.mark.slow
 def test_a_product_in_the_wrong_part_is_seen() -> None:
     """A mutation: a product for a weight moves to the input part, which hands it over."""
     whole, _ = inner()
