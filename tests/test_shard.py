@@ -6,6 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from mfsdp.dtensor.shard_spec import local_mesh
 from mfsdp.sharding import commit, unit_assignment
 from mfsdp.sharding.stale_optimizers import no_optimizer
 from tests.helpers.models import GPT, MLP, Adapted, Block, Frozen, LoRA
+from tests.helpers.parity import whole
 from tests.helpers.snapshots import snapshot
 
 
@@ -401,6 +403,36 @@ def test_gradients_that_somebody_holds_survive_zero_grad():
 
 
 @pytest.mark.filterwarnings("ignore:mfsdp. .* outside of a compiled graph")
+class Abstract(ABC, nn.Module):
+    @abstractmethod
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class Concrete(Abstract):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layer(x))
+
+
+def test_classes_that_name_another_base_before_module():
+    """Python lays their instances out otherwise; FSDP2 cannot shard them."""
+    plain = nn.Sequential(Concrete(), Concrete())
+    model = mfsdp.fully_shard(copy.deepcopy(plain), units=[Concrete])
+    assert isinstance(model[0], mfsdp.FSDPModule) and isinstance(model[0], Abstract)
+    x = torch.randn(3, 4)
+    for run in (model, torch.compile(model, backend="mfsdp", options={"lowering": "eager"})):
+        run(x).sum().backward()
+        plain(x).sum().backward()
+        assert all(torch.equal(whole(p.grad), q.grad) for p, q in zip(model.parameters(), plain.parameters()))
+        model[0].zero_grad(), model.zero_grad(), plain.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+    assert [p.phase for p in mfsdp.trace(model, (x,))] == ["forward", "backward"]
+    assert type(copy.deepcopy(model)[1]) is type(model[1])
+
+
 def test_a_slice_of_a_sharded_container_is_a_plain_container():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))

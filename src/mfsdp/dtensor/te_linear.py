@@ -168,20 +168,28 @@ def _on_gpu(values: list[torch.Tensor]) -> bool:
     return torch.cuda.is_available() and all(value.device.type == "cuda" for value in values)
 
 
+TRIES = 4
+"""How many random values a comparison takes, each a tenth of the ones before."""
+
+
 def _run_both(node: Node, arguments: Callable[[Call, list[Any]], list[Any]]) -> str:
     """Runs a node's operator on random values, with its weight and with the payload. Ranks compile at different times,
     so it runs without tensor parallelism's collectives.
     """
+
+    def run(values: dict[Node, torch.Tensor], payload: bool) -> list[Any]:
+        args: list[Any] = list(map_arg(node.args, lambda x: values[x].clone()))  # the operator frees some
+        args[-1] = type(args[-1])({**args[-1].as_dict(), **_ALONE})
+        args = arguments(lambda op, *given: op(*given), args) if payload else args
+        return pytree.tree_leaves(node.target(*args))  # type: ignore[operator]
+
     with torch.no_grad(), _not_compiling():
-        values = {n: _random(n.meta["val"], i) for i, n in enumerate(node.all_input_nodes)}
-        results = []
-        for changed in (lambda args: args, lambda args: arguments(lambda op, *given: op(*given), args)):
-            args: list[Any] = list(map_arg(node.args, lambda n: values[n].clone()))  # the operator frees some
-            args[-1] = type(args[-1])({**args[-1].as_dict(), **_ALONE})
-            results.append(node.target(*changed(args)))  # type: ignore[operator]
-        one, other = (pytree.tree_leaves(result) for result in results)
-        same = len(one) == len(other) and all(map(_equal, one, other))
-    return "" if same else "the cast before the gather has other bits than TransformerEngine's"
+        for n in range(TRIES):
+            values = {x: _random(x.meta["val"], i, 10.0**-n) for i, x in enumerate(node.all_input_nodes, n)}
+            one, other = run(values, False), run(values, True)
+            if len(one) != len(other) or not all(map(_equal, one, other)):
+                return "the cast before the gather has other bits than TransformerEngine's"
+    return ""
 
 
 @contextmanager
@@ -198,13 +206,15 @@ def _not_compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = was
 
 
-def _random(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Returns random values of a fake tensor's shape and dtype: normal ones; FP8 payloads below 2; positive scales."""
+def _random(like: torch.Tensor, seed: int, size: float) -> torch.Tensor:
+    """Returns random values of a fake tensor's shape and dtype: normal ones of a size; FP8 payloads below 2; positive
+    scales.
+    """
     shape, device = shape_of(like), like.device
     generator = torch.Generator(device).manual_seed(seed)
     if like.dtype is torch.uint8:
         return torch.randint(0, 64, shape, generator=generator, device=device, dtype=torch.uint8)
-    out = torch.randn(shape, generator=generator, device=device)
+    out: torch.Tensor = torch.randn(shape, generator=generator, device=device) * size
     return (out.abs() + 0.5 if like.numel() == 1 else out).to(like.dtype)
 
 

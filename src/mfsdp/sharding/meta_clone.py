@@ -17,7 +17,7 @@ from ..dtensor import bitsandbytes, quantized, torchao
 from ..dtensor import transformer_engine as te
 from ..dtensor.sharded_dtensor import carry_attributes
 from ..runtime import groups
-from .module import FSDPModule
+from .module import FSDPModule, own_class
 from .parallel import piece_of
 
 ShardCall = tuple[nn.Module | list[nn.Module], dict[str, Any], list[Any]]
@@ -59,7 +59,7 @@ def clone_on_meta(model: nn.Module) -> MetaClone:
     calls = _taken_calls([[modules[number] for number in numbers] for numbers in members])
     for m in modules:
         if "_mfsdp_unit" in m.__dict__:
-            m.__class__ = type(m).__bases__[-1]
+            m.__class__ = own_class(m)
             for name in ("_mfsdp_unit", "_mfsdp_refs"):
                 m.__dict__.pop(name, None)
     return MetaClone(out, calls, twins)

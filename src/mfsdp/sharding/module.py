@@ -68,11 +68,6 @@ class FSDPModule(fsdp2_api.Spelling):
             if buffer.spec.outer > 1 and not buffer.spec.hold:
                 buffer.gradients.sync = requires_all_reduce
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in ``nn.Module``; also drops unreduced gradients."""
-        self.reset_iter_state()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Sets whether forward frees what it gathered. Compiled graphs recompile on the next call.
 
@@ -185,7 +180,7 @@ def _put(owner: nn.Module, name: str, param: nn.Parameter) -> None:
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """A module's class from before it was sharded."""
-    return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
+    return getattr(type(module), "_mfsdp_class", type(module))
 
 
 def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, rollback: Rollback) -> None:
@@ -217,6 +212,7 @@ def _subclass(
     Cached: equal layers share a type, and Dynamo's guards stay the same.
     """
     space: dict[str, Any] = {
+        "_mfsdp_class": base,
         "forward": _forward(base, is_unit, fsdp2_api.with_casts(base.forward, entering, leaving)),
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -235,8 +231,12 @@ def _subclass(
             lambda self: [getattr(self, n) if n in self._parameters else None for n in self._flat_weights_names],
             lambda self, value: None,
         )
-    bases = (FSDPModule, base) if is_unit else (base,)
-    return cast(type[nn.Module], type(base.__name__, bases, space))
+    first = base
+    while issubclass(first.__base__, nn.Module):  # type: ignore[arg-type]
+        first = first.__base__  # type: ignore[assignment]
+    # instances may change their class if memory is laid out alike: FSDPModule comes first only before nn.Module
+    bases = (FSDPModule, base) if first is nn.Module else (base, FSDPModule)
+    return cast(type[nn.Module], type(base.__name__, bases if is_unit else (base,), space))
 
 
 def _forward(base: type[nn.Module], is_unit: bool, call: Callable[..., Any]) -> Callable[..., Any]:
