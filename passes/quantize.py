@@ -64,14 +64,14 @@ def quantize(p: Program, *, on: bool = True) -> None:
         markers = [n for n in params if n.target is ops.param]
         if not (unit.spec.world > 1 or unit.spec.persistent):
             continue
-        off = _unit_hinders(unit) if on else "off"
-        inside = write_casts(p, markers) if not off else ""
+        why = _unit_hinders(unit) if on else "off"
+        inside = "" if why else write_casts(p, markers)
         found = reads(p, markers)
         if not any(read.codes for read in found):
-            inside = f"; {inside}" if inside else ""
-            bits += [f"{_width(unit)}: {read.reason}, as it is{inside}" for read in found if read.foreign][:1]
+            reason = inside or next((f"{read.reason}, as it is" for read in found if read.foreign), "")
+            bits += [f"{_width(unit)}: {reason}"] if reason else []
             continue
-        why = off or _hinders(unit, found)
+        why = why or _hinders(unit, found)
         if why:
             bits.append(f"{_width(unit)}: {why}")
             continue

@@ -28,6 +28,7 @@ from tests import (
     test_state_dicts,
     test_step_prefetch,
     test_strategies,
+    test_te,
     test_tensor_parallel,
     test_together,
     test_unused,
@@ -122,6 +123,10 @@ def resumed(found: list[Any]) -> None:
         assert seen["ours"] == pytest.approx(seen["ddp"], rel=1e-3) and seen["far"] < 1e-3 and all(seen["bitwise"])
 
 
+def cast_before(found: list[Any]) -> None:
+    assert found[0] == [{True}, {False}], found
+
+
 def anything(found: list[Any]) -> None:
     """The function on the ranks has looked."""
 
@@ -164,9 +169,14 @@ CASES: dict[str, Case] = {
     "full state dicts": (2, test_state_dicts.full_states, ("gpt", "optim_grads_params", True, True), anything),
     "Trainer": (2, test_accelerate.trained, ("TMP",), resumed),
     "FP8 of torchao": (2, test_quantize.torchao_alike, ("rowwise",), anything),
+    "FP8 of te.Linear": (2, test_te.trained, ("optim_grads_params", "inductor", "TMP"), cast_before),
 }
 
-NEEDS = {"Trainer": ("accelerate", "transformers"), "FP8 of torchao": ("torchao",)}
+NEEDS = {
+    "Trainer": ("accelerate", "transformers"),
+    "FP8 of torchao": ("torchao",),
+    "FP8 of te.Linear": ("transformer_engine",),
+}
 
 HERE = ("optim_grads_params, three microbatches",)
 """What ordinary tests run over gloo, for this file's sake."""

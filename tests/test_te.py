@@ -27,6 +27,7 @@ from mfsdp.sharding import eager
 from tests.helpers.logs import logged
 from tests.helpers.optimizers import fill
 from tests.helpers.parity import whole
+from tests.helpers.ranks import here
 
 pytestmark = pytest.mark.te
 
@@ -142,7 +143,12 @@ def test_linear_is_one_graph(te, monkeypatch, golden, name):
         stages = pipeline.run(program)
         listings.append(stages[-1].listing)
         told = stages["quantize"].listing
-        assert f"u1 travels in 16 bits: u1_weight is read by transformer_engine_compile::{what}, as it is" in told
+        why = {
+            "bf16": f"u1_weight is read by transformer_engine_compile::{what}, as it is",
+            "Float8CurrentScaling": "TransformerEngine casts inside, and one before the gather can be compared",
+            "MXFP8BlockScaling": "MXFP8Quantizer casts inside: only Float8CurrentScaling is cast before the gather",
+        }
+        assert f"u1 travels in 16 bits: {why[name]}" in told
         assert program.phase == "backward" or not (copies(program) or kept(program))
         assert foreign(program) == {f"transformer_engine_compile::{what}"}
     assert len(listings) == 2
@@ -239,8 +245,8 @@ def replace_kernels(monkeypatch: Any) -> None:
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
     from transformer_engine.pytorch.tensor.storage import float8_tensor_storage
 
-    monkeypatch.setattr(te_linear, "_on_gpu", lambda values: True)
-    monkeypatch.setattr(te_linear, "_known", {})
+    monkeypatch.setattr(te_linear, "_on_gpu", lambda weight: True)
+    monkeypatch.setattr(te_linear, "_verdicts", {})
     monkeypatch.setattr(Float8CurrentScalingQuantizer, "quantize_impl", lambda self, value: quantised(value, self))
     monkeypatch.setattr(linear, "general_gemm", multiplied)
     for module in (utils, float8_tensor_storage):
@@ -260,19 +266,20 @@ def test_linear_takes_weights_that_were_cast_before(te, cpu_kernels, golden):
     golden("te_linear_fp8", "\n".join(listings))
 
 
-def trained(strategy: str, lowering: str, folder: str) -> list[bool]:
-    """Whether gathers were in FP8, with the pass and without; losses and weights are equal."""
-    found, fp8 = [], []
+def trained(strategy: str, lowering: str, folder: str) -> list[set[bool]]:
+    """Whether programs gather codes, with the pass and without; losses, gradients and weights are equal."""
+    found, codes = [], []
     rank = torch.distributed.get_rank()
     for on in (True, False):
         torch._dynamo.reset()
         torch.manual_seed(0)
         with pytest.MonkeyPatch.context() as monkeypatch:
             te = package(monkeypatch)
-            replace_kernels(monkeypatch)
+            if here().type == "cpu":
+                replace_kernels(monkeypatch)
             from transformer_engine.common import recipe
 
-            model = linear(te, recipe.Float8CurrentScaling())
+            model = linear(te, recipe.Float8CurrentScaling(), device=here())
             mfsdp.fully_shard(model, units=["layers.*"], strategy=strategy)
             dump = Path(folder, f"{rank} {on}")
             options = {"lowering": lowering, "quantize": on, "dump": str(dump)}
@@ -281,31 +288,30 @@ def trained(strategy: str, lowering: str, folder: str) -> list[bool]:
             values = []
             for step in range(3):
                 x = torch.randn(32, 64, generator=torch.Generator().manual_seed(2 * step + rank)).bfloat16()
-                loss = run(x)
+                loss = run(x.to(here()))
                 loss.backward()
                 values += [loss.detach(), *(whole(p.grad) for p in model.parameters())]
                 optimizer.step()
                 optimizer.zero_grad()
         found.append([*values, *map(whole, model.parameters())])
-        listings = "".join(path.read_text() for path in dump.rglob("*.txt"))  # rank 0 writes them
-        fp8.append("all_gather u0_code" in listings or "refresh_codes" in listings)
+        gather = "all_gather u1_code" if strategy == "optim_grads_params" else "refresh_codes u1_code"
+        listings = [p.read_text() for p in dump.rglob("*.txt") if "assign_groups" in p.name]  # rank 0 writes them
+        codes.append({gather in text for text in listings})
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    assert not torch.equal(found[0][0], found[0][-3])
-    return fp8
+    assert not torch.equal(found[0][0], found[0][-5])
+    return codes
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
 def test_values_are_those_of_its_own_cast(two_ranks, tmp_path, strategy, lowering):
-    assert two_ranks.run(trained, strategy, lowering, str(tmp_path))[0] == [True, False]
+    assert two_ranks.run(trained, strategy, lowering, str(tmp_path))[0] == [{True}, {False}]
 
 
-@pytest.mark.parametrize("why", ["other bits", "was not compared: RuntimeError: no memory"])
+@pytest.mark.parametrize("why", ["has other bits than", "was not compared: RuntimeError: no memory"])
 def test_a_cast_with_other_bits_is_left_inside(te, cpu_kernels, monkeypatch, why):
     from transformer_engine.common import recipe
-
-    own = te_linear._current_scaling
 
     def another(*args: Any) -> Any:
         if "memory" in why:
@@ -313,12 +319,28 @@ def test_a_cast_with_other_bits_is_left_inside(te, cpu_kernels, monkeypatch, why
         payload, inverse = own(*args)
         return payload, args[0](torch.ops.aten.mul.Tensor, inverse, 2)
 
+    own = te_linear._current_scaling
     monkeypatch.setattr(te_linear, "_current_scaling", another)
-    forward, _ = programs(linear(te, recipe.Float8CurrentScaling()))
     with logged() as texts:
-        told = pipeline.run(forward)["quantize"].listing
-    assert why in told and texts and all(why in text for text in texts)
-    assert all(n.meta["val"].dtype is torch.bfloat16 for n in forward.calls(ops.all_gather))
+        for program in programs(linear(te, recipe.Float8CurrentScaling())):
+            assert f"u1 travels in 16 bits: TransformerEngine's cast {why}" in pipeline.run(program)["quantize"].listing
+            assert all(n.meta["val"].dtype is torch.bfloat16 for n in program.calls(ops.all_gather))
+    assert len(texts) == 1 and why in texts[0]
+
+
+def test_what_else_is_in_the_buffer_is_named(te, cpu_kernels):
+    from transformer_engine.common import recipe
+
+    biased = Model(te, lambda: te.Linear(64, 64, **HOW), recipe.Float8CurrentScaling())
+    forward, _ = programs(biased)
+    told = pipeline.run(forward)["quantize"].listing
+    assert 'u0_bias of its buffer is read otherwise: set quantized_parameters = ("weight",)' in told
+    for layer in biased.layers:
+        layer.quantized_parameters = ("weight",)
+    forward, _ = programs(biased)
+    pipeline.run(forward)
+    dtypes = [n.meta["val"].dtype for n in forward.calls(ops.all_gather)]
+    assert sorted(map(str, dtypes)) == ["torch.bfloat16"] * 2 + ["torch.float8_e4m3fn"] * 2
 
 
 MODULES: dict[str, Callable[[Any], nn.Module]] = {

@@ -30,7 +30,7 @@ import mfsdp
 from mfsdp import pipeline
 from mfsdp.dtensor import te_linear
 from mfsdp.ir import ops
-from mfsdp.ir.fp8_operators import CASTS
+from mfsdp.ir.fp8_operators import CASTS, InnerCast
 from mfsdp.ir.roles import Kind, Role, unit_of
 from mfsdp.ir.saved_copies import copies
 from tests.helpers.engine_doubles import FusedAdam, GroupedTensor, Linear, QuantizedTensor
@@ -337,13 +337,27 @@ def cast_outside(p: Any, node: Any, marker: Any) -> Any:
     """What `te_linear` says of TE's operator, of its double: it takes a payload in the place of a weight."""
     at = list(node.args).index(marker)
 
-    def rewrite() -> None:
+    def write() -> None:
         cast = Role(Kind.CAST, unit_of(marker))
         code = p.insert(torch.ops.prims.convert_element_type.default, (marker, torch.float8_e4m3fn), node, cast)
         payload = p.insert(torch.ops.aten.view.dtype, (code, torch.uint8), node, cast)
-        node.args = (*node.args[:at], payload, *node.args[at + 1 :])
+        p.rewrite(node, node.target, (*node.args[:at], payload, *node.args[at + 1 :]))
 
-    return rewrite
+    return InnerCast("plain", lambda: "", write)
+
+
+class Biased(Model):
+    """A parameter beside the weight, in its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.register_parameter("shift", nn.Parameter(torch.zeros(16, dtype=torch.bfloat16)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x) + layer.shift)
+        return x.float().square().mean()
 
 
 class Summed(Model):
@@ -354,9 +368,10 @@ class Summed(Model):
 @pytest.mark.parametrize(
     ("kind", "on", "codes", "told"),
     [
+        (Biased, True, 0, "an operator casts a weight inside, and u0_shift of its buffer is read otherwise: set"),
         (Model, True, 2, "2 units in one byte per element"),
         (Model, False, 0, "u0 travels in 16 bits: u0_weight is read by mfsdp_engine::linear, as it is"),
-        (Summed, True, 1, "1 units in one byte per element"),
+        (Summed, True, 1, "u0_weight is read by operators that cast it inside, and by others"),
     ],
 )
 def test_casts_inside_of_operators_are_moved(monkeypatch, kind, on, codes, told):

@@ -6,13 +6,15 @@ Each has three arguments for it: a tensor, or tensors of a quantized weight and 
 multiplies by the payload as it is. So the cast of recipe ``Float8CurrentScaling`` is written in ATen's operators, and
 `passes.quantize` moves it before the all-gather.
 
-The ATen cast must give the bits of TE's kernels. That is compared on the GPU while a program is compiled: the node's
-operator runs with random values, once with the weight and once with the payload, and all results must be equal. Where
-they differ, or without a GPU, the weight is gathered in 16 bits. Tried on TE 2.20.2; not run on a GPU yet.
+The ATen cast must give the bits of TE's kernels. While a program is compiled on a GPU, a quantizer like the operator's
+casts small random weights, and payload and scale must be equal. All ranks take the verdict of the first. If it differs,
+or without a GPU, the weight is gathered in 16 bits. A weight with a NaN has other bits: TE's largest magnitude skips
+it. Tried on TE 2.20.2; not run on a GPU yet.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -20,14 +22,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.fx import Node, map_arg
-from torch.utils import _pytree as pytree
+from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..ir.fp8_operators import CASTS, Rewrite
+from ..ir.fp8_operators import CASTS, InnerCast
 from ..ir.program import Program
 from ..ir.roles import Kind, Role, unit_of
 from ..ir.symbolic_sizes import shape_of
+from ..runtime import groups
 
 log = logging.getLogger("mfsdp")
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -41,47 +43,42 @@ def version() -> str:
     return str(getattr(sys.modules.get("transformer_engine"), "__version__", ""))
 
 
-def _cast(p: Program, node: Node, marker: Node) -> Rewrite | str:
-    """Returns what writes the cast of a node's weight into the graph, or why that cannot be done."""
+def _cast(p: Program, node: Node, marker: Node) -> InnerCast | str:
+    """Returns the cast of a node's weight, or why it is not known."""
     try:
         return _understood(p, node, marker)
-    except (AttributeError, ImportError, KeyError, TypeError) as error:
+    except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
         return f"TransformerEngine {version()} casts inside, otherwise than 2.20: {type(error).__name__}: {error}"
 
 
-def _understood(p: Program, node: Node, marker: Node) -> Rewrite | str:
+def _understood(p: Program, node: Node, marker: Node) -> InnerCast | str:
     """Returns the same, or raises for an operator of another TE."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, node.args, strict=True))
     name = "saved_weight" if "saved_weight" in given else "weight"
-    said: Any = given["_simple_meta"]
-    if not said["fp8"] or given[name] is not marker or list(node.args).count(marker) != 1:
+    settings: Any = given["_simple_meta"]
+    if not settings["fp8"] or given[name] is not marker or list(node.args).count(marker) != 1:
         return ""
-    quantizer = said["weight_quantizer"]
+    if settings["backward_override"] is not None:
+        return f"backward_override={settings['backward_override']!r} needs the weight in 16 bits"
+    quantizer = settings["weight_quantizer"].copy()
     if type(quantizer).__name__ != "Float8CurrentScalingQuantizer":
         return f"{type(quantizer).__name__} casts inside: only Float8CurrentScaling is cast before the gather"
-    if said["backward_override"] is not None or quantizer.with_amax_reduction:
-        return "its recipe needs more than the payload"
-    at = names.index(name)
-
-    def arguments(call: Call, values: list[Any]) -> list[Any]:
-        """Returns the node's arguments with a payload in place of its weight, given all as nodes or as tensors."""
-        payload = _current_scaling(call, values[at], quantizer)
-        values = list(values)
-        values[at : at + 3] = None, list(payload), _description(marker.meta["val"], quantizer)
-        return values
-
-    different = _compared(node, arguments)
-    if different:
-        return different
+    if quantizer.with_amax_reduction:
+        return "the largest magnitude is taken over tensor-parallel ranks"
+    quantizer.set_usage(rowwise=True, columnwise=False)
+    weight = marker.meta["val"]
+    description, at = _description(weight, quantizer), names.index(name)
 
     def insert(target: Any, *args: Any) -> Node:
         return p.insert(target, args, node, Role(Kind.CAST, unit_of(marker)), _NAMES.get(target))
 
-    def rewrite() -> None:
-        p.rewrite(node, node.target, tuple(arguments(insert, list(node.args))))
+    def write() -> None:
+        payload = _current_scaling(insert, marker, quantizer)
+        p.rewrite(node, node.target, (*node.args[:at], None, list(payload), description, *node.args[at + 3 :]))
 
-    return rewrite
+    recipe = (quantizer.dtype.name, quantizer.force_pow_2_scales, quantizer.amax_epsilon, weight.dtype)
+    return InnerCast(recipe, lambda: _refusal(recipe, weight, quantizer), write)
 
 
 _TO = prims.convert_element_type.default
@@ -121,74 +118,54 @@ def _description(weight: torch.Tensor, quantizer: Any) -> Any:
     from transformer_engine.pytorch.dynamo import custom_op
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
 
-    alone = quantizer.copy()
-    alone.set_usage(rowwise=True, columnwise=False)
     shape = torch.Size(shape_of(weight))
     meta = Float8Tensor(
         shape=shape, dtype=weight.dtype, data=torch.empty(shape, dtype=torch.uint8, device="meta"),
-        fp8_scale_inv=torch.empty(1, device="meta"), fp8_dtype=quantizer.dtype, quantizer=alone, device="meta",
+        fp8_scale_inv=torch.empty(1, device="meta"), fp8_dtype=quantizer.dtype, quantizer=quantizer, device="meta",
     )  # fmt: skip
     kind = {custom_op._TQ_KIND_KEY: custom_op._TensorOrQuantizedKind.STORAGE}
     return custom_op._storage_flatten(meta, kind)[0]
 
 
-_known: dict[object, str] = {}
-"""Results of `_compared`, by operator, description and shapes."""
+TRIES, SHAPE = 8, (256, 128)
+"""Of a comparison: how many random weights, each a tenth of the one before, and their shape."""
 
 
-def _compared(node: Node, arguments: Callable[[Call, list[Any]], list[Any]]) -> str:
-    """Returns why a node must keep its cast: what was found by running its operator both ways, ``""`` if it is equal.
-
-    Args:
-        arguments: replaces the weight among the operator's arguments by its payload.
-    """
-    values = [n.meta["val"] for n in node.all_input_nodes]
-    if not _on_gpu(values):
-        return "TransformerEngine casts inside, and without a GPU the cast before the gather cannot be compared with it"
-    key = node.target, *(a for a in node.args if not isinstance(a, Node | list)), *map(shape_of, values)
-    if key not in _known:
+def _refusal(recipe: tuple[Any, ...], weight: torch.Tensor, quantizer: Any) -> str:
+    """Returns why casts must stay inside of TE's operators, ``""`` if ATen's has the same bits."""
+    if not _on_gpu(weight):
+        return "TransformerEngine casts inside, and one before the gather can be compared with it on a GPU only"
+    key = hashlib.sha256(repr((recipe, version())).encode()).hexdigest()[:16]
+    if key not in _verdicts:
         try:
-            why = _run_both(node, arguments)
+            why = _compared(weight, quantizer)
         except Exception as error:  # what only tells never ends a run
-            why = f"the cast before the gather was not compared: {type(error).__name__}: {error}"
-        if why:
-            log.warning("mfsdp: %s: %s; its weight travels in 16 bits", node.name, why)
-        _known[key] = why
-    return _known[key]
+            why = f"TransformerEngine's cast was not compared: {type(error).__name__}: {error}"
+        _verdicts[key] = groups.agreed(f"te_linear/{key}", why)
+        if _verdicts[key]:
+            log.warning("mfsdp: weights of te.Linear travel in 16 bits: %s", _verdicts[key])
+    return _verdicts[key]
 
 
-_ALONE = {
-    "tp_group": None, "tp_size": 1, "parallel_mode": None,
-    **dict.fromkeys(("tensor_parallel", "sequence_parallel", "backward_input_needs_gather"), False),
-}  # fmt: skip
-"""Settings of an operator without tensor parallelism's collectives."""
+_verdicts: dict[str, str] = {}
+"""Results of comparisons, by recipe and TE's version."""
 
 
-def _on_gpu(values: list[torch.Tensor]) -> bool:
-    return torch.cuda.is_available() and all(value.device.type == "cuda" for value in values)
+def _on_gpu(weight: torch.Tensor) -> bool:
+    return torch.cuda.is_available() and weight.device.type == "cuda"
 
 
-TRIES = 4
-"""How many random values a comparison takes, each a tenth of the ones before."""
-
-
-def _run_both(node: Node, arguments: Callable[[Call, list[Any]], list[Any]]) -> str:
-    """Runs a node's operator on random values, with its weight and with the payload. Ranks compile at different times,
-    so it runs without tensor parallelism's collectives.
-    """
-
-    def run(values: dict[Node, torch.Tensor], payload: bool) -> list[Any]:
-        args: list[Any] = list(map_arg(node.args, lambda x: values[x].clone()))  # the operator frees some
-        args[-1] = type(args[-1])({**args[-1].as_dict(), **_ALONE})
-        args = arguments(lambda op, *given: op(*given), args) if payload else args
-        return pytree.tree_leaves(node.target(*args))  # type: ignore[operator]
-
+def _compared(weight: torch.Tensor, quantizer: Any) -> str:
+    """Returns what TE's kernels and ATen's operators cast otherwise, ``""`` for nothing."""
     with torch.no_grad(), _not_compiling():
-        for n in range(TRIES):
-            values = {x: _random(x.meta["val"], i, 10.0**-n) for i, x in enumerate(node.all_input_nodes, n)}
-            one, other = run(values, False), run(values, True)
-            if len(one) != len(other) or not all(map(_equal, one, other)):
-                return "the cast before the gather has other bits than TransformerEngine's"
+        for i in range(TRIES):
+            generator = torch.Generator(weight.device).manual_seed(i)
+            value = torch.randn(SHAPE, generator=generator, device=weight.device).mul(10.0**-i).to(weight.dtype)
+            theirs = quantizer(value)
+            payload, inverse = _current_scaling(lambda target, *args: target(*args), value, quantizer)
+            same = torch.equal(theirs._data, payload) and torch.equal(theirs._scale_inv, inverse)
+            if not same:
+                return "TransformerEngine's cast has other bits than one before the gather"
     return ""
 
 
@@ -204,25 +181,6 @@ def _not_compiling() -> Iterator[None]:
             yield
     finally:
         torch.compiler._is_compiling_flag = was
-
-
-def _random(like: torch.Tensor, seed: int, size: float) -> torch.Tensor:
-    """Returns random values of a fake tensor's shape and dtype: normal ones of a size; FP8 payloads below 2; positive
-    scales.
-    """
-    shape, device = shape_of(like), like.device
-    generator = torch.Generator(device).manual_seed(seed)
-    if like.dtype is torch.uint8:
-        return torch.randint(0, 64, shape, generator=generator, device=device, dtype=torch.uint8)
-    out: torch.Tensor = torch.randn(shape, generator=generator, device=device) * size
-    return (out.abs() + 0.5 if like.numel() == 1 else out).to(like.dtype)
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Returns whether two tensors have the same shape, dtype and bits."""
-    if a.shape != b.shape or a.dtype != b.dtype or not a.numel():
-        return a.shape == b.shape and a.dtype == b.dtype
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 for _name in ("linear", "linear_backward"):

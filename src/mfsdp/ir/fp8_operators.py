@@ -4,36 +4,65 @@ finds it. What such an operator does is known to the package's adapter for its l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 from torch.fx import Node
 
 from .program import Program, operator_name
 
-Rewrite = Callable[[], None]
 
-CASTS: dict[str, Callable[[Program, Node, Node], Rewrite | str]] = {}
-"""By an operator's name: returns, for one of its nodes and a parameter's marker that the node reads, what writes the
-cast into the graph; or why that cannot be done, ``""`` if it does not cast."""
+@dataclass(frozen=True)
+class InnerCast:
+    """The cast of a weight inside of an operator."""
+
+    recipe: Hashable
+    """Equal for casts that are computed alike."""
+    refusal: Callable[[], str]
+    """Returns why it must stay inside, ``""`` if it can be written; may compute, and all ranks get the same answer."""
+    write: Callable[[], None]
+    """Writes it into the graph, before the operator."""
+
+
+CASTS: dict[str, Callable[[Program, Node, Node], InnerCast | str]] = {}
+"""By an operator's name: returns the cast for one of its nodes and a parameter's marker that the node reads; or why it
+is not known, ``""`` if the node does not cast.
+"""
 
 
 def write_casts(p: Program, markers: Sequence[Node]) -> str:
-    """Writes the casts of all readers of a unit's parameters into the graph, if every reader casts inside and its cast
+    """Writes the casts of a unit's parameters into the graph, if all of their readers cast inside, alike, and the casts
     can be written. Otherwise changes nothing.
 
     Returns:
-        Why a reader that casts inside keeps its cast; ``""`` otherwise.
+        Why casts stay inside of operators; ``""`` if they do not, or no reader casts.
     """
-    rewrites: list[Rewrite] = []
+    inside: list[tuple[Node, InnerCast]] = []
+    others: list[Node] = []
     for marker in markers:
         for reader in p.readers(marker):
-            known = CASTS.get(operator_name(reader.target))
-            if known is None:
-                return ""
-            found = known(p, reader, marker)
-            if isinstance(found, str):
+            look = CASTS.get(operator_name(reader.target))
+            found = look(p, reader, marker) if look is not None else ""
+            if isinstance(found, InnerCast):
+                inside.append((marker, found))
+            elif found:
                 return found
-            rewrites.append(found)
-    for rewrite in rewrites:
-        rewrite()
-    return ""
+            else:
+                others.append(marker)
+    if not inside:
+        return ""
+    if both := {marker for marker, _ in inside}.intersection(others):
+        return f"{min(both).name} is read by operators that cast it inside, and by others"
+    if others:
+        return (
+            f"an operator casts a weight inside, and {others[0].name} of its buffer is read otherwise: set "
+            'quantized_parameters = ("weight",) on the weight\'s module'
+        )
+    casts = [cast for _, cast in inside]
+    if len({each.recipe for each in casts}) > 1:
+        return "operators cast weights of its buffer in different ways"
+    why = casts[0].refusal()
+    if not why:
+        for each in casts:
+            each.write()
+    return why

@@ -202,7 +202,8 @@ class Program:
         custom operators, whose strides Inductor keeps); tried on 2.13 and 2.14, there in 2.11 to 2.15.
         """
         node.target, node.args, node.kwargs = target, args, {}
-        node.meta.pop("eager_input_vals", None)
+        if "eager_input_vals" in node.meta:
+            node.meta["eager_input_vals"] = torch.fx.map_arg((args, {}), lambda n: n.meta["val"])
         node.meta["val"] = self._fake(target, args)
 
     def fill(self) -> None:

@@ -112,7 +112,7 @@ class CompiledProgram:
     def _begin(self, buffers: Buffers, paths: tuple[str, ...], turn: Turn | None, shown: bool) -> Execution:
         info = self.info
         run = Execution(info.outline.name, partial(self._names, paths), info.peer_groups, shown=shown)
-        run.turn, run.number = turn, next(self._numbers)
+        run.turn, run.number, run.forward = turn, next(self._numbers), not self._backward
         run.listed = lambda: info.outline.texts
         run.measured = [b.weights.maxima for at in self._amax if (b := buffers[at]) is not None]
         if self._checks is not None:

@@ -52,6 +52,8 @@ class Execution(Announcements):
         """Whether somebody observes its operations (Note [Names])."""
         self.separate: SeparateAnnouncements | None = None
         """Announces each collective separately, where ranks may skip units (Note [Joining with zeros])."""
+        self.forward = False
+        """Whether it executes a program that is no backward."""
         self.at = -1
         """Index of the current or last operation."""
         self.launched = 0

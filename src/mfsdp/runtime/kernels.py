@@ -60,7 +60,8 @@ def _full_buffer(spec: str, slot: int, kind: str, one_byte: bool = False) -> _Fu
 
 def refresh(run: Execution, source: torch.Tensor) -> None:
     """Launches the gather of persistent parameters, if main weights have changed since the last one."""
-    known(source).weights.lasting.read_in_full()
+    if run.forward:
+        known(source).weights.lasting.read_in_full()
     if run.early and (early := run.early.pop(0)) is not None:
         run.adopt(early)
         return
