@@ -67,16 +67,12 @@ PATCHES: dict[str, str] = {
         "its operator is marked as safe for inputs that training mutates (`compiler.outlining`); only while layers "
         "are outlined"
     ),
-    "torch.compiler": (
-        "is_compiling() is false while TransformerEngine's operator runs for a comparison (`dtensor.te_linear`), as it "
-        "is where a program runs; tried on torch 2.14"
-    ),
     "math": (
         "its functions follow symbolic numbers (`optim.symbolic_numbers`); only while an optimizer step is traced; "
         "tried on Python 3.11"
     ),
 }
-"""Why, by the full name of the function that is wrapped; of the last six, of the object that is changed otherwise. If
+"""Why, by the full name of the function that is wrapped; of the last five, of the object that is changed otherwise. If
 not said otherwise: when the first model is sharded; tried on torch 2.13.
 """
 
