@@ -322,7 +322,7 @@ def holds(toy: Toy, several: list[dict[str, Any]]) -> None:
 
 
 settled = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
-several_options = st.lists(options, min_size=20, max_size=20)
+several_options = st.lists(options, min_size=34, max_size=34)
 DEFAULT = {
     "prefetch": 1, "reduce_lag": 1, "max_unsharded": None, "pool": True, "keep_cast": True, "quantize": True,
     "check_finite": False, "split_backward": False, "microbatches": 3,
