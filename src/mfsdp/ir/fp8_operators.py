@@ -51,14 +51,15 @@ def write_casts(p: Program, markers: Sequence[Node]) -> str:
                 others.append(marker)
     if not inside:
         return ""
-    if both := {marker for marker, _ in inside}.intersection(others):
-        return f"{min(both).name} is read by operators that cast it inside, and by others"
+    cast = {marker.args[1]: marker for marker, _ in inside}  # by offset: a parameter may have several markers
+    if both := [cast[other.args[1]] for other in others if other.args[1] in cast]:
+        return f"{both[0].name} is read by operators that cast it inside, and by others"
     if others:
         return (
             f"an operator casts a weight inside, and {others[0].name} of its buffer is read otherwise: set "
             'quantized_parameters = ("weight",) on the weight\'s module'
         )
-    casts = [cast for _, cast in inside]
+    casts = [each for _, each in inside]
     if len({each.recipe for each in casts}) > 1:
         return "operators cast weights of its buffer in different ways"
     why = casts[0].refusal()
