@@ -193,7 +193,7 @@ def held(block: Any, x: torch.Tensor) -> Any:
     def context() -> Any:
         block._mfsdp_unit.buffers[0].gradients.unreduced.kept[8] = torch.zeros(8)  # as no_sync on several ranks
         yield
-        block.reset_iter_state()
+        block.zero_grad()
 
     return context()
 

@@ -236,6 +236,7 @@ def _subclass(
         first = first.__base__  # type: ignore[assignment]
     # instances may change their class if memory is laid out alike: FSDPModule comes first only before nn.Module
     bases = (FSDPModule, base) if first is nn.Module else (base, FSDPModule)
+    space |= _zeroing(base) if is_unit else {}
     return cast(type[nn.Module], type(base.__name__, bases if is_unit else (base,), space))
 
 
@@ -282,6 +283,17 @@ def _copying(base: type[nn.Module]) -> Methods:
 
     init = functools.wraps(base.__init__)(__init__)
     return {"__init__": init, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__}
+
+
+def _zeroing(base: type[nn.Module]) -> Methods:
+    """Returns the ``zero_grad`` of a unit, which also drops unreduced gradients."""
+
+    def zero_grad(self: FSDPModule, set_to_none: bool = True) -> None:
+        """As before sharding; also drops unreduced gradients."""
+        self.reset_iter_state()
+        base.zero_grad(self, set_to_none)  # type: ignore[arg-type]
+
+    return {"zero_grad": zero_grad}
 
 
 def _listing(base: type[nn.Module]) -> Methods:
