@@ -86,7 +86,7 @@ def quantize(p: Program, *, on: bool = True) -> None:
 
 
 def _width(unit: Unit) -> str:
-    return f"{unit.name} travels in {8 * unit.spec.precision.comm.itemsize} bits"
+    return f"{unit.name} is gathered in {8 * unit.spec.precision.comm.itemsize} bits"
 
 
 def _unit_hinders(unit: Unit) -> str:
@@ -96,7 +96,7 @@ def _unit_hinders(unit: Unit) -> str:
     if unit.spec.precision.wire is not None:
         return f"{unit.spec.precision.wire} was asked for by name"
     if unit.spec.precision.comm is not unit.spec.precision.compute:
-        return "it is computed in another dtype than it travels in"
+        return "it is computed in another dtype than it is gathered in"
     return ""
 
 
@@ -111,7 +111,8 @@ def _hinders(unit: Unit, found: list[Read]) -> str:
         if len(read.codes) > 1:
             return f"{name} is quantised in {len(read.codes)} ways here"
         if unit.spec.persistent and read.codes[0].constants:
-            return f"{name} lasts, and its scale hangs on {read.codes[0].constants[0]}, a tensor of this program's own"
+            constant = read.codes[0].constants[0]
+            return f"{name} is persistent, and its scale depends on {constant}, a tensor of this program's own"
     first = found[0].codes[0]
     for read in found[1:]:
         code = read.codes[0]

@@ -560,7 +560,7 @@ def test_what_cannot_be_right_is_refused(ranks):
         "inductor": "compiled by 'inductor'", "in place": "compiled by 'inductor'", "ddp": "model.module",
         "late": "Give both to one call", "not its own": "in no prepared model", "more": "has to be a part of the model",
         "stepped": "before the first step", "two": "Only one model", "without": "fsdp_version=2",
-        "without, alone": "fsdp_version=2", "fp8": "travel in FP8 by themselves",
+        "without, alone": "fsdp_version=2", "fp8": "gathered in FP8 by themselves",
         "cp": "with cp is not supported", "torch's": "leave that out, or call mfsdp.fully_shard",
     }  # fmt: skip
     for said in ranks.run(refused):

@@ -135,6 +135,6 @@ def test_a_kernel_that_does_not_compile(log, idle):
     _, run = sharded(layers())
     with pytest.raises(InductorError, match="RuntimeError: no such instruction") as raised:
         run(torch.randn(2, 16))
-    assert any("mfsdp: while Body" in note and ", the stretch from " in note for note in raised.value.__notes__)
+    assert any("mfsdp: while Body" in note and ", the subgraph from " in note for note in raised.value.__notes__)
     idle[:] = [nothing]
     run(torch.randn(2, 16)).square().sum().backward()

@@ -313,7 +313,18 @@ def test_collectives_run_beside_compute(gpus):
     assert min(gpus.run(overlapped, timeout=300)) > 0.3
 
 
+def held() -> int:
+    """Allocated bytes, without cuBLAS's workspaces, which stay (32 MiB per thread and stream on Hopper). Private in
+    torch; tried on 2.11.
+    """
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
 def test_the_ledger_is_what_the_allocator_says(record_property):
+    before = held()  # of other tests
     torch.manual_seed(0)
     model = GPT(tied=False, layers=4, width=512).cuda()
     ids = torch.randint(31, (1024, 8), device="cuda")
@@ -327,8 +338,11 @@ def test_the_ledger_is_what_the_allocator_says(record_property):
         step(run, ids)
         optimizer.step()
         optimizer.zero_grad()
-    most = torch.cuda.max_memory_allocated()
-    record_property("ledger", f"{told.peak} bytes planned, {most} held")
+    torch.cuda.synchronize()
+    gc.collect()
+    workspaces = torch.cuda.memory_allocated() - held()
+    most = torch.cuda.max_memory_allocated() - before - workspaces
+    record_property("ledger", f"{told.peak} bytes planned, {most} held, {workspaces} in cuBLAS's workspaces")
     assert abs(told.peak / most - 1) < 0.05, f"{told.peak} told, {most} held\n{told.ledger}"
 
 

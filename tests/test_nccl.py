@@ -57,7 +57,7 @@ def launched_ahead(policy: str, strategy: str) -> tuple[int, bool]:
 
 
 def late() -> list[str]:
-    """A rank comes late to a step: what each rank says of it. Where the host waits hangs on the backend."""
+    """A rank comes late to a step: what each rank says of it. Where the host waits depends on the backend."""
 
     def sleeps(rank: int) -> None:
         if rank == 1:
@@ -79,7 +79,7 @@ def below(bound: float) -> Callable[[list[Any]], None]:
 
 def named_late(found: list[Any]) -> None:
     assert any(re.search(r"rank 0 has waited \d s", text) for text in found[0]), found
-    assert any("not come: rank 1" in text for text in found[0]), found
+    assert any("missing: rank 1" in text for text in found[0]), found
 
 
 def told_apart(found: list[Any]) -> None:

@@ -166,14 +166,14 @@ def by_activations(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         (by_product, "u0_0_weight is read by mm"),
         (by_another_code, "0_weight is quantised in 2 ways here"),
         (by_the_mean, "u0_0_weight is read by mean"),
-        (by_activations, "the scale of u0_0_weight hangs on more than maxima of weights"),
+        (by_activations, "the scale of u0_0_weight depends on more than maxima of weights"),
     ],
 )
 def test_what_cannot_travel_in_one_byte_says_why(way, why):
     with torch.device("meta"):
         forward, *_ = programs(nn.Sequential(Reads(way)).to(**BF16), 64, units=None)
     listing = pipeline.run(forward)["quantize"].listing
-    assert "u0 travels in 16 bits: " in listing and why in listing
+    assert "u0 is gathered in 16 bits: " in listing and why in listing
 
 
 @pytest.mark.slow

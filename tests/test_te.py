@@ -148,7 +148,7 @@ def test_linear_is_one_graph(te, monkeypatch, golden, name):
             "Float8CurrentScaling": "TransformerEngine casts inside, and one before the gather can be compared",
             "MXFP8BlockScaling": "MXFP8Quantizer casts inside: only Float8CurrentScaling is cast before the gather",
         }
-        assert f"u1 travels in 16 bits: {why[name]}" in told
+        assert f"u1 is gathered in 16 bits: {why[name]}" in told
         assert program.phase == "backward" or not (copies(program) or kept(program))
         assert foreign(program) == {f"transformer_engine_compile::{what}"}
     assert len(listings) == 2
@@ -323,7 +323,8 @@ def test_a_cast_with_other_bits_is_left_inside(te, cpu_kernels, monkeypatch, why
     monkeypatch.setattr(te_linear, "_current_scaling", another)
     with logged() as texts:
         for program in programs(linear(te, recipe.Float8CurrentScaling())):
-            assert f"u1 travels in 16 bits: TransformerEngine's cast {why}" in pipeline.run(program)["quantize"].listing
+            listing = pipeline.run(program)["quantize"].listing
+            assert f"u1 is gathered in 16 bits: TransformerEngine's cast {why}" in listing
             assert all(n.meta["val"].dtype is torch.bfloat16 for n in program.calls(ops.all_gather))
     assert len(texts) == 1 and why in texts[0]
 

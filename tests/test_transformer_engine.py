@@ -370,7 +370,7 @@ class Summed(Model):
     [
         (Biased, True, 0, "an operator casts a weight inside, and u0_shift of its buffer is read otherwise: set"),
         (Model, True, 2, "2 units in one byte per element"),
-        (Model, False, 0, "u0 travels in 16 bits: u0_weight is read by mfsdp_engine::linear, as it is"),
+        (Model, False, 0, "u0 is gathered in 16 bits: u0_weight is read by mfsdp_engine::linear, as it is"),
         (Summed, True, 1, "u0_weight is read by operators that cast it inside, and by others"),
     ],
 )

@@ -133,7 +133,7 @@ def test_over_two_axes_all_ranks_are_told(four_ranks, lowering, outer):
 @pytest.mark.dist
 @pytest.mark.parametrize("lowering", ["none", pytest.param("eager", marks=pytest.mark.exhaustive)])
 def test_what_is_added_up_in_two_stages(four_ranks, lowering):
-    """Sums in fp32 of what travels in bf16, over the outer axis."""
+    """Sums in fp32 of what is communicated in bf16, over the outer axis."""
     policy = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
     assert max(four_ranks.run(trained, {"mp_policy": policy}, lowering, (2, 2), steps=1, timeout=100)) < 2e-2
 

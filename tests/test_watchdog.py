@@ -41,20 +41,20 @@ def test_a_report_names_who_has_not_come():
     assert watchdog.report(state(0), late, 7, watchdog.Settings()).splitlines() == [
         "mfsdp: rank 0 has waited 12 s at wait layers.1 of GPT forward, run 7 of it",
         "    wait_1 = wait u1_full",
-        "  4 of 7 ranks have come",
-        "  not come: rank 3, which left GPT backward 2 s ago, and is at",
+        "  4 of 7 ranks have arrived",
+        "  missing: rank 3, which left GPT backward 2 s ago, and is at",
         "      train.py:3 in main: step()",
-        "  not come: rank 5, which is in wait layers.1 of GPT forward, run 7 of it, at",
+        "  missing: rank 5, which is in wait layers.1 of GPT forward, run 7 of it, at",
         "      train.py:3 in main: step()",
-        "  not come: rank 6, which does not answer: it has died, or lets no Python run",
-        "  It goes on once they come, or ends at the process group's own timeout; on_stall='raise' would end it now.",
+        "  missing: rank 6, which does not answer: it has died, or lets no Python run",
+        "  It continues once they arrive, or ends at the process group's timeout; on_stall='raise' would end it now.",
     ]
 
 
 def test_a_report_of_many_ranks_is_short():
     late: Any = {r: state(r, count=1) for r in [*range(1, 900), 950]}
     lines = watchdog.report(state(0), late, 1000, watchdog.Settings(raises=True)).splitlines()
-    assert len(lines) < 20 and lines[-2:] == ["  nor have ranks 5-899, 950", "  The run ends (on_stall='raise')."]
+    assert len(lines) < 20 and lines[-2:] == ["  missing: ranks 5-899, 950", "  The run ends (on_stall='raise')."]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_rank_that_is_late_is_named_on_all_and_waited_for(two_ranks, tmp_path,
         where = "wait 0 of Sequential forward" if compiled else "gather of unit '0' of Sequential"
         assert re.search(rf"rank 0 has waited \d s at {where}", said), said
         assert ("run 3 of it\n    wait_default = wait u0_full" in said) is compiled
-        assert "  1 of 2 ranks have come\n  not come: rank 1, which " in said
+        assert "  1 of 2 ranks have arrived\n  missing: rank 1, which " in said
         assert "in late_batch: time.sleep(seconds)" in said
         assert len(rest) == (rank == 0) and all("rank 0 goes on with" in text for text in rest)
     if compiled:
@@ -184,7 +184,7 @@ def test_over_two_axes_every_group_says_for_whom_it_waits(four_ranks):
     for texts in four_ranks.run(last_comes_late, True, (2, 2), None):
         said = [text for text in texts if "has waited" in text]
         assert 1 <= len(said) <= 3
-        assert any("rank 2 has waited" in text and "  not come: rank 3, which left" in text for text in said)
+        assert any("rank 2 has waited" in text and "  missing: rank 3, which left" in text for text in said)
 
 
 def ended() -> tuple[str, str, float]:
@@ -206,7 +206,7 @@ def ended() -> tuple[str, str, float]:
 @pytest.mark.dist
 def test_a_stall_ends_the_run_where_that_is_asked_for(two_fresh_ranks):
     (told, first, waited), (also, second, _) = two_fresh_ranks.run(ended)
-    assert told == also == first == second and "not come: rank 1" in told and "The run ends" in told
+    assert told == also == first == second and "missing: rank 1" in told and "The run ends" in told
     assert 0 < waited < 5, "it did not wait until the other came"
 
 
@@ -256,7 +256,7 @@ def stopped() -> list[str]:
 @pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named_too(two_fresh_ranks):
     texts, _ = two_fresh_ranks.run(stopped)
-    assert len(texts) == 1 and "not come: rank 1, which does not answer" in texts[0]
+    assert len(texts) == 1 and "missing: rank 1, which does not answer" in texts[0]
 
 
 # Exceptions

@@ -6,7 +6,7 @@
 
 torchrun starts all processes anew when one ends, on the nodes that are still there (one to two here); by itself with
 the store of before, in which they find addresses of processes that are gone, and wait for those (torch 2.13): hence
-the first line. All take up the newest complete checkpoint. Which samples a step sees hangs on the step alone, not on
+the first line. All take up the newest complete checkpoint. Which samples a step sees depends on the step alone, not on
 how many ranks share them, and so does what it makes of them, but for the order in which numbers are added up.
 """
 

@@ -118,7 +118,7 @@ def stitched(whole: Compile, each: Compile) -> Compile:
                 raise CannotSplit("cpp_wrapper is on")
             steps = split(gm, _donated(gm))
         except CannotSplit as why:
-            log.info("mfsdp: compiled as one graph, not in stretches: %s", why)
+            log.info("mfsdp: compiled as one graph, not in subgraphs: %s", why)
             if RETURNED in gm.meta:
                 log.warning("mfsdp: option cuda_graph: a program is not captured: %s", why)
             return whole(gm, example, **kwargs)
@@ -131,11 +131,11 @@ def stitched(whole: Compile, each: Compile) -> Compile:
             if name not in bodies:
                 dying[name] = [i for i, n in enumerate(subgraph.inputs) if n in subgraph.dying]
                 compiled = partial(_body, subgraph, dying[name], each, kwargs)
-                bodies[name] = handed_out(compiled, f"{name}, the stretch {_range(subgraph)}")
+                bodies[name] = handed_out(compiled, f"{name}, the subgraph {_range(subgraph)}")
         _report_strides(gm)
         constants = {_text(n): getattr(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
         constants |= _opaque(gm.graph)
-        log.debug("mfsdp: %d stretches of %d kinds", len(names), len(kinds))
+        log.debug("mfsdp: %d subgraphs of %d kinds", len(names), len(kinds))
         found = sites(gm, steps, bool(kwargs.get("is_backward"))) if RETURNED in gm.meta else {}
         text = driver(gm.graph, steps, names, {subgraph: number for number, subgraph in enumerate(found)})
         return Stitched(text, bodies, dying, constants, dict(enumerate(found.values())))

@@ -142,7 +142,7 @@ def _refusal(recipe: tuple[Any, ...], weight: torch.Tensor, quantizer: Any) -> s
             why = f"TransformerEngine's cast was not compared: {type(error).__name__}: {error}"
         _verdicts[key] = groups.agreed(f"te_linear/{key}", why)
         if _verdicts[key]:
-            log.warning("mfsdp: weights of te.Linear travel in 16 bits: %s", _verdicts[key])
+            log.warning("mfsdp: weights of te.Linear are gathered in 16 bits: %s", _verdicts[key])
     return _verdicts[key]
 
 

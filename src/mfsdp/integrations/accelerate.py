@@ -199,7 +199,7 @@ def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.fp8_enabled or accelerator.has_fp8_handler:
         raise NotImplementedError(
             "mixed_precision='fp8' is not supported; choose 'bf16', and call torchao's "
-            "convert_to_float8_training(model) before prepare: its weights travel in FP8 by themselves"
+            "convert_to_float8_training(model) before prepare: its weights are gathered in FP8 by themselves"
         )
     others = [n for n in ("tp", "cp", "sp") if getattr(accelerator.parallelism_config, f"{n}_enabled", False)]
     if others:

@@ -340,7 +340,7 @@ def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Fp8Cast | 
             return element(arg)
         meaning = meanings.of(arg)
         if meaning is None:
-            raise _Unlike(f"the scale of {_called(read)} hangs on more than maxima of weights ({arg.name})")
+            raise _Unlike(f"the scale of {_called(read)} depends on more than maxima of weights ({arg.name})")
         kinds = {n.meta["val"].dtype for n in by.all_input_nodes if n in read.elements}
         if not arg.meta["val"].ndim and kinds != {arg.meta["val"].dtype}:
             # in type promotion a 0-d tensor's dtype counts less

@@ -84,7 +84,7 @@ def _keep_arguments(first: Program, second: Program) -> None:
 
 
 def _behind(p: Program, markers: Iterable[Node]) -> set[Node]:
-    """Returns the markers, and the nodes that hang on them."""
+    """Returns the markers, and the nodes that depend on them."""
     found = set(markers)
     for node in p.nodes:
         if node.op != "output" and any(source in found for source in node.all_input_nodes):

@@ -139,7 +139,7 @@ def _streamed(offload: bool | str, base: type[Optimizer], compile: bool) -> bool
     if offload in ("main", "all"):
         raise NotImplementedError(
             f"fully_shard_optimizer: offload={offload!r}: main weights stay on the device. Parameters are views into "
-            "them, and programs read them in forward wherever no cast is kept: where they travel as they "
+            "them, and programs read them in forward wherever no cast is kept: where they are gathered as they "
             'are or in int8, with keep_cast=False, after to_local(). Nothing has been changed. offload="state" moves '
             "the optimizer's state, the larger part under Adam. Main weights are fewer bytes on more ranks, or in "
             "MixedPrecisionPolicy(main_params_dtype=torch.bfloat16), which trains differently"

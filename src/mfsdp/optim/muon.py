@@ -20,7 +20,7 @@ class Recipe(Protocol):
     """An optimizer whose step needs each matrix whole once, between two elementwise parts."""
 
     wire: torch.dtype
-    """The dtype that matrices and updates travel in."""
+    """The communication dtype of matrices and updates."""
 
     def check(self, optimizer: Optimizer) -> None:
         """Raises NotImplementedError for settings that it does not know."""

@@ -6,7 +6,7 @@ decay and the addition stay on rows, and only what is between travels: each matr
 its update comes back. Owners follow from layouts and shapes alone, without communication; state stays rows, so
 checkpoints know nothing of owners.
 
-Matrices travel in *waves*, each of some consecutive units, with one all-to-all there and one back. A wave is exchanged
+Matrices are exchanged in *waves*, each of some consecutive units, with one all-to-all there and one back. A wave moves
 beside the Newton-Schulz iterations of the wave before:
 
     compute    momentum 0 | momentum 1 | matrices 0 | momentum 2 | matrices 1 | add 0 | matrices 2 | add 1 | add 2

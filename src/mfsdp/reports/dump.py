@@ -1,6 +1,6 @@
 """Writes files for debugging (``MFSDP_DUMP=folder``) and tlparse artifacts.
 
-graph0.forward.3.gather.txt     the listing after every pass
+graph0.forward.4.gather.txt     the listing after every pass
 graph0.forward.code.py          what Inductor made of it
 graph0.report.html              the page of `explain`, for the GPU that the run is on; if that is not known, for another
                                 machine, which the page says

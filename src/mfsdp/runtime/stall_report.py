@@ -74,12 +74,12 @@ def report(mine: WaitingState, late: Mapping[int, RankState | None], ranks: int,
     lines = [f"mfsdp: rank {mine['rank']} has waited {mine['waited']:.0f} s at {_where(mine)}"]
     if mine["line"]:
         lines.append(f"    {mine['line']}")
-    lines.append(f"  {ranks - len(late)} of {ranks} ranks have come")
+    lines.append(f"  {ranks - len(late)} of {ranks} ranks have arrived")
     for rank, state in list(late.items())[:SHOWN]:
-        lines.append(f"  not come: rank {rank}, {_what(state)}")
+        lines.append(f"  missing: rank {rank}, {_what(state)}")
         lines += [f"      {at}" for at in state["stack"]] if state is not None else []
     if len(late) > SHOWN:
-        lines.append(f"  nor have ranks {_list(sorted(late)[SHOWN:])}")
+        lines.append(f"  missing: ranks {_list(sorted(late)[SHOWN:])}")
     if not late:
         lines.append("  What they send does not arrive, or a device is not done.")
     if settings.folder:
@@ -89,7 +89,7 @@ def report(mine: WaitingState, late: Mapping[int, RankState | None], ranks: int,
 
 
 _ENDS = "The run ends (on_stall='raise')."
-_GOES_ON = "It goes on once they come, or ends at the process group's own timeout; on_stall='raise' would end it now."
+_GOES_ON = "It continues once they arrive, or ends at the process group's timeout; on_stall='raise' would end it now."
 
 
 def has_come(mine: WaitingState, theirs: RankState) -> bool:

@@ -31,7 +31,7 @@ def tell(root: nn.Module) -> None:
     found = [m for m in root.modules() if getattr(getattr(m, "config", None), "enable_fsdp_float8_all_gather", False)]
     if any(fp8_weights_of(m, "weight") for m in found):
         warnings.warn(
-            "mfsdp: enable_fsdp_float8_all_gather=True is not needed and has no effect: FP8 weights travel in FP8 by "
+            "mfsdp: enable_fsdp_float8_all_gather=True is not needed and has no effect: weights are gathered in FP8 by "
             "themselves in compiled code, cast from the dtype that the module casts from, so that numbers are those of "
             "a gather in 16 bits. precompute_float8_dynamic_scale_for_fsdp(model) does nothing: leave out both",
             stacklevel=3,
