@@ -372,7 +372,7 @@ def adapted(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.exhaustive  # with a quantized model beside them: test_qlora
 def test_trainer_with_adapters(ranks, tmp_path):
     seen = ranks.run(adapted, str(tmp_path), timeout=300)[0]
     assert seen["ours"] == pytest.approx(seen["ddp"], rel=1e-4) and seen["far"] < 1e-3 and seen["frozen"] > 5

@@ -94,7 +94,7 @@ def unchanged(lowering: str, strategy: int) -> bool:
     [
         ("eager", 0),
         ("none", 3),
-        pytest.param("inductor", 3, marks=pytest.mark.inductor),
+        pytest.param("inductor", 3, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
         *(pytest.param("eager", strategy, marks=pytest.mark.exhaustive) for strategy in (1, 3)),
     ],
 )

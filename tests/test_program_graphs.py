@@ -377,7 +377,7 @@ def trains(strategy: str) -> tuple[list[Any], list[Any], int, int]:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim_grads", marks=pytest.mark.exhaustive)])
 def test_two_ranks(two_ranks, strategy):
     for plain, replayed, made, replays in two_ranks.run(trains, strategy, timeout=300):
         assert plain == replayed and made > 6 and replays > captured.MISSES

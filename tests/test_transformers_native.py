@@ -251,7 +251,7 @@ def by_trainer(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.exhaustive  # Trainer on shards: test_accelerate
 def test_trainer(ranks, tmp_path):
     folder = saved(tmp_path, "llama")
     seen = ranks.run(by_trainer, folder, timeout=200)[0]
