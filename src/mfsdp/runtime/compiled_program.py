@@ -14,7 +14,7 @@ from .desync import Fingerprint
 from .execution import Execution
 from .instrumentation import frame, observer, recorded
 from .join import SeparateAnnouncements
-from .overlap import Part, Turn
+from .overlap import Turn
 from .program_info import PATH, ProgramInfo
 from .runtime_checks import RuntimeChecks
 
@@ -61,10 +61,7 @@ class CompiledProgram:
             overlap = next((buffer.gradients.overlap for buffer in buffers if buffer is not None), None)
             if overlap is not None:
                 take = overlap.backward if self._backward else overlap.forward
-                info = self.info
-                return take(
-                    Part(info.outline.name, self.execute, args, buffers, info.silent_results, info.caller_inputs)
-                )
+                return take(self, args, buffers)
         return self.execute(args, None)
 
     def execute(self, args: list[Any], turn: Turn | None) -> Any:

@@ -21,7 +21,6 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,32 +32,12 @@ from .instrumentation import one_by_one
 
 if TYPE_CHECKING:
     from .buffer_api import Buffer
+    from .compiled_program import CompiledProgram
 
 log = logging.getLogger("mfsdp")
 
 Turn = Callable[[], None]
 """Runs the other program up to its next wait."""
-
-
-@dataclass
-class Part:
-    """An execution of a program that an `Overlap` may defer.
-
-    Args:
-        name: the program's, for logs.
-        run: runs it with its arguments; calls ``turn`` where it would wait; ``None``: it runs alone.
-        args: its arguments, one list, emptied when they are taken.
-        buffers: whose gradients it produces, or whose parameters it reads.
-        results: number of results, if all are ``None``; else 0.
-        given: arguments that may be written before it runs: the caller's, and buffers of the model.
-    """
-
-    name: str
-    run: Callable[[list[Any], Turn | None], Any]
-    args: list[Any]
-    buffers: Sequence[Buffer | None]
-    results: int
-    given: Sequence[int] = ()
 
 
 class Overlap:
@@ -69,28 +48,29 @@ class Overlap:
         self._waited = False
         self._told: set[str] = set()
 
-    def backward(self, part: Part) -> Any:
+    def backward(self, program: CompiledProgram, args: list[Any], buffers: Sequence[Buffer | None]) -> Any:
         """Defers a backward, or runs it if it cannot be deferred."""
         capturing.obstacle("backwards wait for the next forward under mfsdp.overlapped")
         self.finish()
         why = "a profile looks at programs one by one" if one_by_one() else ""
-        why = why or ("" if part.results else "it gives gradients of inputs") or must_run_now(part.buffers)
+        info = program.info
+        why = why or ("" if info.silent_results else "it gives gradients of inputs") or must_run_now(buffers)
         if why:
-            self._tell(f"{part.name} runs at once: {why}")
-            return part.run(part.args, None)
-        self._waiting, self._waited = _Waiting(part), True
+            self._tell(f"{info.outline.name} runs at once: {why}")
+            return program.execute(args, None)
+        self._waiting, self._waited = _Waiting(program, args, buffers), True
         for buffer in self._waiting.buffers:
             buffer.gradients.due = self.finish
-        return (None,) * part.results
+        return (None,) * info.silent_results
 
-    def forward(self, part: Part) -> Any:
+    def forward(self, program: CompiledProgram, args: list[Any], buffers: Sequence[Buffer | None]) -> Any:
         """Runs a forward, in turns with the deferred backward."""
         if one_by_one():
             self.finish()
         waiting = self._taken()
         if waiting is None:
-            return part.run(part.args, None)
-        return _beside(waiting, partial(part.run, part.args))
+            return program.execute(args, None)
+        return _beside(waiting, partial(program.execute, args))
 
     def finish(self) -> None:
         """Runs the deferred backward, if there is one."""
@@ -152,9 +132,9 @@ def must_run_now(buffers: Sequence[Buffer | None]) -> str:
 class _Waiting(DeferredArguments):
     """A deferred backward with its arguments, its device and stream, and how gradients were to be synchronized."""
 
-    def __init__(self, part: Part):
-        super().__init__(part.name, part.args, part.buffers, part.given)
-        self.part = part
+    def __init__(self, program: CompiledProgram, args: list[Any], buffers: Sequence[Buffer | None]):
+        super().__init__(program.info.outline.name, args, buffers, program.info.caller_inputs)
+        self.program = program
         self.syncs = [buffer.gradients.sync for buffer in self.buffers]
 
     def run(self, turn: Turn | None) -> None:
@@ -164,7 +144,7 @@ class _Waiting(DeferredArguments):
         try:
             self._sync(self.syncs)
             with torch.no_grad():
-                self.part.run(self.args, turn)
+                self.program.execute(self.args, turn)
         finally:
             self._sync(now)
 
