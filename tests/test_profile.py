@@ -15,7 +15,8 @@ from torch import nn
 
 import mfsdp
 from mfsdp.buffers.gradients import Gradients
-from mfsdp.reports.profile import Outline, Outlined, _Ran
+from mfsdp.reports.profile import _Ran
+from mfsdp.runtime.program_info import Outline, Outlined
 from tests.helpers.models import GPT, MLP, Block
 from tests.helpers.parity import compiled
 from tests.helpers.ranks import collectives_told

@@ -26,10 +26,9 @@ from mfsdp.ir import byte_costs, ops, printer
 from mfsdp.ir.program import Program, slot_of
 from mfsdp.ir.roles import Kind
 from mfsdp.passes.inplace_wgrad import inplace_wgrad
-from mfsdp.reports.profile import Outline
 from mfsdp.runtime import devices, execution, groups, kernels, static_buffers
 from mfsdp.runtime.compiled_program import CompiledProgram
-from mfsdp.runtime.program_info import ProgramInfo
+from mfsdp.runtime.program_info import Outline, ProgramInfo
 from tests.helpers.models import CASES, GPT, MLP, Block
 from tests.helpers.parity import batches, compiled, whole
 from tests.helpers.ranks import collectives_told

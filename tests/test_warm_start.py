@@ -19,9 +19,8 @@ import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler import compile_cache
 from mfsdp.config.options import Options
-from mfsdp.reports.profile import Outline
 from mfsdp.runtime.desync import GroupState
-from mfsdp.runtime.program_info import ProgramInfo
+from mfsdp.runtime.program_info import Outline, ProgramInfo
 from tests.helpers.captured import captured
 from tests.helpers.parity import whole
 from tests.helpers.toys import offloaded

@@ -22,10 +22,10 @@ import mfsdp
 from mfsdp.compiler.stitched import Stitched, driver
 from mfsdp.compiler.subgraphs import Subgraph, split
 from mfsdp.ir import ops
-from mfsdp.reports.profile import Outline, Outlined
 from mfsdp.runtime import compiled_program as running
 from mfsdp.runtime.c10d_transport import C10dTransport
 from mfsdp.runtime.fake_transport import FakeTransport
+from mfsdp.runtime.program_info import Outline, Outlined
 from mfsdp.runtime.transport import End
 from mfsdp.runtime.transport_registry import carried_by
 

@@ -11,8 +11,8 @@ from ..config.units import GroupIndex
 from ..ir import ops, printer
 from ..ir.program import GIVEN, READ, Program, base_of, first_launches, group_of, lane_of, slot_of
 from ..ir.roles import Kind, role
-from ..reports.profile import Outline, outline
-from ..runtime.program_info import PATH, ProgramInfo
+from ..reports.profile import outline
+from ..runtime.program_info import PATH, Outline, ProgramInfo
 from ..runtime.step_prefetch import First
 from ..runtime.user_buffers import UserBuffers
 

@@ -22,48 +22,12 @@ from ..ir.byte_costs import is_line
 from ..ir.program import Program
 from ..ir.roles import role
 from ..runtime import instrumentation
+from ..runtime.program_info import Outline, Outlined
 
 T = TypeVar("T")
 
 _OPERATIONS = {x: x._schema.name.split("::")[1] for x in ops.SHOWN}
 """Operations' names in `mfsdp.runtime`."""
-
-
-@dataclass(frozen=True)
-class Outlined:
-    """One line of a compiled program."""
-
-    name: str
-    text: str
-    unit: str
-    operation: str
-    """Its name in `mfsdp.runtime`; ``""`` for the model's own computation."""
-    weight: float
-    """Its share of the time between two operations, by estimate."""
-
-
-@dataclass(frozen=True)
-class Outline:
-    """The parts of a program that a profile needs."""
-
-    model: str
-    phase: str
-    lines: tuple[Outlined, ...]
-
-    @property
-    def name(self) -> str:
-        """Name in stack traces and other profilers: ``GPT forward``."""
-        return f"{self.model} {self.phase}"
-
-    @property
-    def operations(self) -> list[str]:
-        """Names of sharding operations in order, with the unit's path: ``all_gather layers.3``."""
-        return [f"{x.operation} {x.unit}" for x in self.lines if x.operation]
-
-    @property
-    def texts(self) -> list[str]:
-        """Lines of these operations in the listing."""
-        return [f"{x.name} = {x.text}" for x in self.lines if x.operation]
 
 
 def outline(program: Program) -> Outline:

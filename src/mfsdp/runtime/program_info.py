@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from .static_buffers import Rooms
 from .step_prefetch import First
@@ -14,31 +13,49 @@ PATH = "\0{}\0"
 """Stands for the path of a unit in the texts that ranks compare."""
 
 
-class ProgramOutline(Protocol):
+@dataclass(frozen=True)
+class Outlined:
+    """One line of a compiled program."""
+
+    name: str
+    text: str
+    unit: str
+    operation: str
+    """Its name in `mfsdp.runtime`; ``""`` for the model's own computation."""
+    weight: float
+    """Its share of the time between two operations, by estimate."""
+
+
+@dataclass(frozen=True)
+class Outline:
     """Names for errors, stacks and profiles (`mfsdp.profile`)."""
+
+    model: str
+    phase: str
+    """``"forward"``, ``"backward"`` (also ``"backward input"``, ``"backward weight"``) or ``"inference"``."""
+    lines: tuple[Outlined, ...]
 
     @property
     def name(self) -> str:
-        """The model and the phase."""
+        """Name in stack traces and other profilers: ``GPT forward``."""
+        return f"{self.model} {self.phase}"
 
     @property
-    def phase(self) -> str:
-        """``"forward"``, ``"backward"`` (also ``"backward input"``, ``"backward weight"``) or ``"inference"``."""
+    def operations(self) -> list[str]:
+        """Names of sharding operations in order, with the unit's path: ``all_gather layers.3``."""
+        return [f"{x.operation} {x.unit}" for x in self.lines if x.operation]
 
     @property
-    def operations(self) -> Sequence[str]:
-        """Names of its operations in order, each with its unit: ``all_gather layers.3``."""
-
-    @property
-    def texts(self) -> Sequence[str]:
-        """Their lines in the listing."""
+    def texts(self) -> list[str]:
+        """Lines of these operations in the listing."""
+        return [f"{x.name} = {x.text}" for x in self.lines if x.operation]
 
 
 @dataclass(frozen=True)
 class ProgramInfo:
     """Facts about a program. Arguments are named by position."""
 
-    outline: ProgramOutline
+    outline: Outline
     collectives: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """One text for each collective, by process group: every rank of the group must run the same (invariant 13). They
     are compared in every execution (Note [Desync detection])."""
