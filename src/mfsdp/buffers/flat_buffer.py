@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..config.layout import Layout
 from ..config.options import MixedPrecisionPolicy, Precision
-from ..config.plans import Plan
 from ..dtensor.optimizer_hooks import refuse_elsewhere
 from ..dtensor.shard_spec import ShardSpec
 from ..dtensor.sharded_dtensor import ShardedDTensor, carry_attributes
@@ -23,37 +22,11 @@ from ..dtensor.sharded_parameter import ShardedParameter
 from ..dtensor.tp_shards import TPShard
 from ..dtensor.unsupported import refuse_inputs, suggest_backend
 from ..runtime import buffer_registry
-from ..runtime.join import OptionalUnits, SkippedUnit
-from ..runtime.runtime_checks import Health
-from ..runtime.step_prefetch import StepPrefetch
+from ..runtime.buffer_api import Buffer, Outermost
+from ..runtime.join import SkippedUnit
 from .gradients import Gradients
 from .sharding_plan import ShardingPlan
 from .weights import Weights
-
-if TYPE_CHECKING:
-    from ..runtime.buffer_api import Buffer
-
-
-@dataclass(frozen=True)
-class Outermost:
-    """State of the outermost sharded module; its name and the names of its forward's parameters, for listings."""
-
-    name: str
-    inputs: tuple[str, ...]
-    syncs: list[int] = field(default_factory=lambda: [0], compare=False)
-    """How often gradients of any unit have been reduced."""
-    ahead: StepPrefetch = field(default_factory=StepPrefetch, compare=False, repr=False)
-    """Gathers that optimizer steps launch for its forward."""
-    health: Health = field(default_factory=Health, compare=False, repr=False)
-    """Findings of runtime checks."""
-    half: list[str] = field(default_factory=list, compare=False)
-    """Names a load that has begun and not finished."""
-    loose: OptionalUnits = field(default_factory=OptionalUnits, compare=False, repr=False)
-    """Units that a rank may leave out of a step."""
-    plan: Plan | None = field(default=None, compare=False, repr=False)
-    """The plan that programs reading the model follow."""
-    sharding: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """How it was sharded, for planning."""
 
 
 class FlatBuffer:

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..buffers import steady_state
-from ..buffers.flat_buffer import Outermost, buffers_in
+from ..buffers.flat_buffer import buffers_in
 from ..buffers.steady_state import State, address, all_hooks
 from ..runtime import static_buffers
+from ..runtime.buffer_api import Outermost
 from .parameter_ranges import is_sharded
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)

@@ -1,23 +1,25 @@
-"""What the runtime reads and calls of a flat buffer (`buffers.flat_buffer` implements it)."""
+"""What the runtime reads and calls of a flat buffer (`buffers.flat_buffer` implements it) and of its model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 
 from ..config.layout import Layout
 from ..config.options import Precision
+from ..config.plans import Plan
 from ..config.units import UnitSpec
+from .join import OptionalUnits, SkippedUnit
+from .runtime_checks import Health
+from .step_prefetch import StepPrefetch
 
 if TYPE_CHECKING:
     from .inflight import End
-    from .join import OptionalUnits, SkippedUnit
     from .overlap import Overlap
-    from .runtime_checks import Health
-    from .step_prefetch import StepPrefetch
     from .weight_parts import WeightParts
 
 
@@ -81,21 +83,26 @@ class BufferGradients(Protocol):
     def finish(self) -> None: ...
 
 
-class ShardedModel(Protocol):
-    """State of the outermost sharded module."""
+@dataclass(frozen=True)
+class Outermost:
+    """State of the outermost sharded module; its name and the names of its forward's parameters, for listings."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def half(self) -> Sequence[str]: ...
-    @property
-    def syncs(self) -> Sequence[int]: ...
-    @property
-    def ahead(self) -> StepPrefetch: ...
-    @property
-    def health(self) -> Health: ...
-    @property
-    def loose(self) -> OptionalUnits: ...
+    name: str
+    inputs: tuple[str, ...]
+    syncs: list[int] = field(default_factory=lambda: [0], compare=False)
+    """How often gradients of any unit have been reduced."""
+    ahead: StepPrefetch = field(default_factory=StepPrefetch, compare=False, repr=False)
+    """Gathers that optimizer steps launch for its forward."""
+    health: Health = field(default_factory=Health, compare=False, repr=False)
+    """Findings of runtime checks."""
+    half: list[str] = field(default_factory=list, compare=False)
+    """Names a load that has begun and not finished."""
+    loose: OptionalUnits = field(default_factory=OptionalUnits, compare=False, repr=False)
+    """Units that a rank may leave out of a step."""
+    plan: Plan | None = field(default=None, compare=False, repr=False)
+    """The plan that programs reading the model follow."""
+    sharding: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """How it was sharded, for planning."""
 
 
 class BufferUnit(Protocol):
@@ -104,7 +111,7 @@ class BufferUnit(Protocol):
     fqn: str
 
     @property
-    def outermost(self) -> ShardedModel: ...
+    def outermost(self) -> Outermost: ...
 
 
 class Buffer(Protocol):

@@ -18,7 +18,7 @@ import torch
 from .static_buffers import holders, release
 
 if TYPE_CHECKING:
-    from .buffer_api import Buffer, ShardedModel
+    from .buffer_api import Buffer, Outermost
 
 _OWNER = "_mfsdp_buffer"
 _owners: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
@@ -134,7 +134,7 @@ def _one(source: torch.Tensor) -> str:
     return f"{path(source)}{which}"
 
 
-def unfinished(outermost: ShardedModel) -> RuntimeError:
+def unfinished(outermost: Outermost) -> RuntimeError:
     """The error for a model with old and new values, because a load did not finish."""
     return RuntimeError(
         f"mfsdp: {outermost.name} is half loaded: {outermost.half[0]} has not ended, so some values are old, some are "

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buffers import state_dict_hooks
-from ..buffers.flat_buffer import Outermost, UnitState, refs
+from ..buffers.flat_buffer import UnitState, refs
 from ..buffers.sharding_plan import OUTER, ShardingPlan, strategy_name
 from ..config.options import MixedPrecisionPolicy
 from ..config.plans import Plan
@@ -23,6 +23,7 @@ from ..dtensor.mesh import TENSOR, Axes, axes
 from ..dtensor.tp_shards import TPShard, has_groups, here, over_tensor_ranks
 from ..runtime import groups as groups_of
 from ..runtime import watchdog
+from ..runtime.buffer_api import Outermost
 from . import (
     auto_wrap,
     cross_rank_check,
