@@ -13,13 +13,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 import mfsdp
 from mfsdp.config.hardware import Hardware, Link
-from mfsdp.planning.question import Calibration
 
 sys.path.insert(0, str(Path(__file__).parent))
 from variants import fresh_gpt, shard
@@ -67,11 +67,12 @@ def compare(results: dict[str, Any]) -> list[Step]:
     names = [name for name in rows if name.startswith("mfsdp, prefetch") and rows[name].get("times")]
     depths = [int(name.rpartition(" ")[2]) for name in names]
     quiet = [min(column) for column in zip(*results["stubbed"]["rows"][names[-1]]["phases"], strict=True)]
+    profile = SimpleNamespace(given=lambda program: {"compute": quiet[program.phase == "backward"]}, optimizer=quiet[2])
     steps = []
     for name, depth in zip(names, depths, strict=True):  # as in variants.py
         found = mfsdp.compare(
             model, (ids,), world=int(a["world"]), hardware=[machine(results, rate) for rate in rates],
-            options={"prefetch": depth, "reduce_lag": depth, "check": False}, profile=Calibration(*quiet),
+            options={"prefetch": depth, "reduce_lag": depth, "check": False}, profile=profile,
         )  # fmt: skip
         for rate, report in zip(rates, found, strict=True):
             steps.append(Step(rate, name, report.step, min(results[rate]["rows"][name]["times"])))

@@ -33,20 +33,6 @@ Prices = Mapping[str, float] | File
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """Measured seconds of a step's kernels, without communication; lines share them in proportion to their estimates.
-    `mfsdp.profile` knows single lines.
-    """
-
-    forward: float
-    backward: float
-    optimizer: float
-
-    def given(self, program: Program) -> Measured:
-        return {"compute": self.backward if program.phase == "backward" else self.forward}
-
-
-@dataclass(frozen=True)
 class _MeasuredKernels:
     """Measured kernels with the interface of a profile."""
 
@@ -71,7 +57,7 @@ class Question:
     stepping: str | None = None
     """How the optimizer steps; ``None``: as the model's plan says."""
     measured: Measurements | None = None
-    """A profile, a `Calibration` or measured kernels; ``None``: estimates."""
+    """A profile or measured kernels; ``None``: estimates."""
     price: float = 0.0
     """Of a rank and an hour; 0: unknown."""
     planned: bool = True
