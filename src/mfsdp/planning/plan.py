@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,7 +84,7 @@ def plan(
     _check(world, hardware, microbatches, given, optimizer, allow)
     chosen, machine = Options.parse(given), machine_of(hardware)
     batch = [x for x in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(x, torch.Tensor)]
-    found: list[_Found] = []
+    found: list[tuple[Score, Setting, Planner, nn.Module, dict[str, Any]]] = []
     why = ""
     for asked in _combinations(axes):
         doing(f"tracing {type(model).__name__}")
@@ -104,10 +103,10 @@ def plan(
             why = why or refusal(planner, budget)
         else:
             several = {k: v for k, v in asked.items() if isinstance(axes[k], list) and k != "units"}
-            found.append(_Found(planner.scorer.score(best), best, planner, programs.model, several))
+            found.append((planner.scorer.score(best), best, planner, programs.model, several))
     if not found:
         raise DoesNotFit(why)
-    return _plan(type(model).__name__, budget, min(found, key=lambda x: x.score), curve)
+    return _plan(type(model).__name__, budget, *min(found, key=lambda x: x[0]), curve)
 
 
 def _check(
@@ -137,22 +136,13 @@ def _check(
         raise ValueError(f"plan: memory= and option {both}= were both given: the plan chooses {both}; leave one out")
 
 
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """The best setting of a model that was sharded in one way."""
-
-    score: Score
-    setting: Setting
-    planner: Planner
-    model: nn.Module
-    """Sharded, on the meta device."""
-    sharding: dict[str, Any]
-    """Arguments of `fully_shard` that had alternatives."""
-
-
-def _plan(model: str, budget: int, found: _Found, curve: bool) -> Plan:
-    """Returns the plan of a setting, with its prices and its curve."""
-    score, best, planner, meta = found.score, found.setting, found.planner, found.model
+def _plan(
+    model: str, budget: int, score: Score, best: Setting, planner: Planner, meta: nn.Module, sharding: dict[str, Any],
+    curve: bool,
+) -> Plan:  # fmt: skip
+    """Returns the plan of the best setting of a model (``meta``) that was sharded in one way (``sharding``: arguments
+    of `fully_shard` that had alternatives), with its prices and its curve.
+    """
     machine = planner.space.machine
     top = planner.scorer.score(planner.top).peak
     floor = planner.scorer.score(planner.floor).peak
@@ -173,7 +163,7 @@ def _plan(model: str, budget: int, found: _Found, curve: bool) -> Plan:
             p: sum(x.numel() for x in modules[p].parameters()) for p, _, _ in numbered(best.choices) if p in modules
         },
         optimizer="host" if best.state_on_host else "device",
-        sharding=found.sharding,
+        sharding=sharding,
         made_for=meta._mfsdp_unit.outermost.sharding if isinstance(meta, FSDPModule) else {},
         prices=tuple(_prices(planner, best)),
         curve=tuple(_curve(planner, floor, _most(top, max(budget, machine.memory), floor))) if curve else (),
