@@ -20,8 +20,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,7 +72,7 @@ class Health:
     number: int = 0
     """Equal on all ranks after a program's first check; models may share a name."""
     wrong: dict[tuple[str, ...], int] = field(default_factory=dict)
-    """The last step with a failure, by kind."""
+    """The last step with a failure, by kind: ``("not finite",)``, or ``("apart", GROUP)``."""
 
 
 _models = itertools.count(1)
@@ -129,12 +130,12 @@ class Check:
                 apart = self._compared(group, [total for _, total in members])
                 axis, over = groups.axis_of(group).name, groups.ranks(group)
                 places = [Place(f"over {axis}, ranks {over}", name) for name, _ in members]
-                _bring(CheckOutcome(self, self.compares, ("apart", group), places), apart)
+                _bring(partial(self._tell, self.compares, ("apart", group), places), apart)
             if self.finite:
                 places = [place for some in found.values() for place, _ in some]
                 codes = [_codes(torch.stack([largest for _, largest in some])) for some in found.values()]
-                outcome = CheckOutcome(self, self.finite, ("not finite",), places)
-                _bring(outcome, torch.cat(codes) if codes else torch.zeros(0))
+                tell = partial(self._tell, self.finite, ("not finite",), places)
+                _bring(tell, torch.cat(codes) if codes else torch.zeros(0))
 
     def _compared(self, group: str, sums: list[torch.Tensor]) -> torch.Tensor:
         """1 where ranks of a group have different checksums: the largest is not the smallest."""
@@ -142,6 +143,33 @@ class Check:
         with execution.announced(f"comparison of {len(sums)} weights of {self.model}", group):
             high, low = sync_collectives.reduced(torch.cat([mine, -mine]), "max", group).chunk(2)
         return (high + low != 0).to(torch.uint8)
+
+    def _tell(self, every: int, kind: tuple[str, ...], places: Sequence[Place], codes: Sequence[int]) -> None:
+        """Reports failures to all ranks, unless the check of this kind ``every`` steps ago failed too."""
+        wrong = [(place, code) for place, code in zip(places, codes, strict=True) if code]
+        wrong.sort(key=lambda found: found[0].number)
+        if not wrong:
+            return
+        last = self.health.wrong.get(kind)
+        self.health.wrong[kind] = self.step
+        if last is None or last < self.step - every:
+            event = f"probes/{self.health.number}/{'/'.join(kind)}/{self.step}"
+            watchdog.tell_all(self._text(wrong, kind[0] == "apart"), event, *wrong[0][0].told())
+
+    def _text(self, wrong: Sequence[tuple[Place, int]], replicas: bool) -> str:
+        (first, code), *more = wrong
+        rest = [str(place) for place, _ in more[: NAMED - 1]]
+        rest += [f"{len(more) - len(rest)} more"] if len(more) > len(rest) else []
+        said = f"mfsdp: rank {groups.rank()}, step {self.step}, {self.model} {self.phase}: "
+        if replicas:
+            said += f"{first} differ" + (f"; and {'; '.join(rest)}" if rest else "")
+            return (
+                f"{said}\n  mfsdp.check_replicas(model) says more; sync_module_states=True, or a checkpoint, mends it."
+            )
+        said += f"{'Inf' if code == 1 else 'NaN'} in {first}" + (f"\n  then in {'; '.join(rest)}" if rest else "")
+        if first.what in ("gradient", "sum"):
+            said += "\n  A GradScaler skips such a step; without one the next forward has it in all weights."
+        return said
 
 
 def _path(unit: str, name: str) -> str:
@@ -210,63 +238,26 @@ class RuntimeChecks:
 # Reports
 
 
-@dataclass
-class CheckOutcome:
-    """Results of one of an execution's checks."""
+Tell = Callable[[Sequence[int]], None]
 
-    check: Check
-    every: int
-    """Steps between checks."""
-    kind: tuple[str, ...]
-    """``("not finite",)``, or ``("apart", GROUP)``."""
-    places: list[Place]
-
-    def tell(self, codes: Sequence[int]) -> None:
-        """Reports failures to all ranks, unless the previous check failed too."""
-        wrong = [(place, code) for place, code in zip(self.places, codes, strict=True) if code]
-        wrong.sort(key=lambda found: found[0].number)
-        if not wrong:
-            return
-        last = self.check.health.wrong.get(self.kind)
-        self.check.health.wrong[self.kind] = self.check.step
-        if last is None or last < self.check.step - self.every:
-            event = f"probes/{self.check.health.number}/{'/'.join(self.kind)}/{self.check.step}"
-            watchdog.tell_all(self._text(wrong), event, *wrong[0][0].told())
-
-    def _text(self, wrong: list[tuple[Place, int]]) -> str:
-        (first, code), *more = wrong
-        rest = [str(place) for place, _ in more[: NAMED - 1]]
-        rest += [f"{len(more) - len(rest)} more"] if len(more) > len(rest) else []
-        said = f"mfsdp: rank {groups.rank()}, step {self.check.step}, {self.check.model} {self.check.phase}: "
-        if self.kind[0] == "apart":
-            said += f"{first} differ" + (f"; and {'; '.join(rest)}" if rest else "")
-            return (
-                f"{said}\n  mfsdp.check_replicas(model) says more; sync_module_states=True, or a checkpoint, mends it."
-            )
-        said += f"{'Inf' if code == 1 else 'NaN'} in {first}" + (f"\n  then in {'; '.join(rest)}" if rest else "")
-        if first.what in ("gradient", "sum"):
-            said += "\n  A GradScaler skips such a step; without one the next forward has it in all weights."
-        return said
-
-
-_pending: deque[tuple[CheckOutcome, torch.Tensor, torch.Event]] = deque()
+_pending: deque[tuple[Tell, torch.Tensor, torch.Event]] = deque()
 """Results not yet here from a device."""
 
 
-def _bring(outcome: CheckOutcome, codes: torch.Tensor) -> None:
+def _bring(tell: Tell, codes: torch.Tensor) -> None:
     """Reports results as soon as possible without waiting. Not run on a device yet."""
     if codes.device.type == "cpu":
-        outcome.tell(codes.tolist())
+        tell(codes.tolist())
         return
     here = torch.empty(codes.shape, dtype=codes.dtype, pin_memory=True)
     here.copy_(codes, non_blocking=True)
     event = torch.Event(codes.device)
     event.record()
-    _pending.append((outcome, here, event))
+    _pending.append((tell, here, event))
 
 
 def poll() -> None:
     """Reports results that have arrived."""
     while _pending and _pending[0][2].query():
-        outcome, codes, _ = _pending.popleft()
-        outcome.tell(codes.tolist())
+        tell, codes, _ = _pending.popleft()
+        tell(codes.tolist())
