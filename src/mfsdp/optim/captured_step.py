@@ -35,7 +35,7 @@ from ..buffers.flat_buffer import FlatBuffer, buffers_in, shared_over
 from ..buffers.steady_state import State
 from ..dtensor.optimizer_hooks import count
 from ..runtime import capturing, devices, execution, step_prefetch
-from ..runtime.capturing import GRAPHS, Graph
+from ..runtime.capturing import GRAPHS, CudaGraph
 from ..runtime.desync import operation
 from .flat_optimizer import is_flat
 from .parameter_ranges import is_sharded
@@ -127,7 +127,7 @@ def capture_step(
 class _Recording:
     """A captured step."""
 
-    graph: Graph
+    graph: CudaGraph
     inputs: list[torch.Tensor]
     """Copies of the tensor arguments."""
     results: Any

@@ -11,24 +11,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 T = TypeVar("T")
-
-
-class Graph(Protocol):
-    """Recorded device work."""
-
-    nbytes: int
-    """Memory that only its replays use."""
-
-    def record(self, work: Callable[[], T], stream: torch.Stream | None) -> T:
-        """Runs ``work`` without executing what it launches on ``stream``, and returns its result."""
-
-    def replay(self) -> None:
-        """Launches on the current stream what was recorded."""
 
 
 @dataclass
@@ -49,10 +36,13 @@ class CudaGraph:
     """Of captured steps."""
 
     def __init__(self, device: torch.device, pool: Pool | None = None):
-        self._device, self._graph, self.nbytes = device, torch.cuda.CUDAGraph(), 0
+        self._device, self._graph = device, torch.cuda.CUDAGraph()
+        self.nbytes = 0
+        """Memory that only its replays use."""
         self._pool = pool or self._pools.setdefault(device, Pool())
 
     def record(self, work: Callable[[], T], stream: torch.Stream | None) -> T:
+        """Runs ``work`` without executing what it launches on ``stream``, and returns its result."""
         assert stream is not None
         names = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
         here = torch.cuda.Stream(**names)
@@ -65,10 +55,11 @@ class CudaGraph:
         return out
 
     def replay(self) -> None:
+        """Launches on the current stream what was recorded."""
         self._graph.replay()
 
 
-GRAPHS: dict[str, Callable[..., Graph]] = {"cuda": CudaGraph}
+GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
 """What records, by device type."""
 
 

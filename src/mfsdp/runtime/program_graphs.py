@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from . import capturing, devices, execution
-from .capturing import GRAPHS, Graph, Pool
+from .capturing import GRAPHS, CudaGraph, Pool
 from .static_buffers import holders
 
 log = logging.getLogger("mfsdp")
@@ -208,7 +208,7 @@ class _Captured:
 
     def __init__(
         self,
-        graph: Graph,
+        graph: CudaGraph,
         inputs: Sequence[torch.Tensor],
         copied: Collection[int],
         out: Sequence[torch.Tensor],
