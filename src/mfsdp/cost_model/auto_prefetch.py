@@ -82,11 +82,7 @@ class AutoPrefetch:
     @classmethod
     def of_run(cls, options: Options, inputs: Sequence[object]) -> AutoPrefetch | None:
         """Returns one for a graph that the backend compiles, or ``None`` unless ``prefetch="auto"``. It assumes AdamW,
-        as the backend does not know the optimizer.
-
-        Args:
-            options: backend options.
-            inputs: inputs of the graph.
+        as the backend does not know the optimizer. ``inputs``: of the graph.
         """
         if options.prefetch != "auto":
             return None
@@ -137,8 +133,6 @@ class Schedules:
     Args:
         program: after the first of its passes (`pipeline.Phases`); it is rewritten.
         options, wide, pace: as for `pipeline.chosen`.
-        machine: the hardware.
-        profile: measured times.
     """
 
     def __init__(

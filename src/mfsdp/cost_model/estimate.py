@@ -55,13 +55,7 @@ def estimate(
         stages: listings after the passes, for each program.
         buffers: every flat buffer of the model.
         inputs: a microbatch of one rank.
-        machine: the hardware.
-        options: backend options.
-        other: bytes that are not sharded.
-        plain: bytes among them of trainable parameters.
-        optimizer: a name in `mfsdp.cost_model.memory_model.OPTIMIZER_STATES`.
-        stepping: how it steps, one of `mfsdp.cost_model.memory_model.STEPPING`.
-        profile: measured times.
+        other, plain, optimizer, stepping: as for `mfsdp.cost_model.memory_model.ledger`.
         mesh_shape: shape of a two-level mesh.
         axes: tensor-parallel axes and their sizes.
         schedule: schedule of the microbatches; one microbatch by default.

@@ -71,7 +71,6 @@ def op_times(
 
     Args:
         program: after any pass.
-        machine: the hardware.
         fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
         measured: measured seconds by line name, which replace estimates.
         compute: measured seconds of all kernels together; estimates are scaled to this sum.

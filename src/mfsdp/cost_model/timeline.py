@@ -142,12 +142,7 @@ class Links:
 
 
 def simulate(program: Program, times: Mapping[Node, OpTime]) -> list[Span]:
-    """Returns the start and end of every line, in program order.
-
-    Args:
-        program: after any pass.
-        times: times of its lines (`mfsdp.cost_model.op_cost.op_times`).
-    """
+    """Returns the start and end of every line (``times``: `mfsdp.cost_model.op_cost.op_times`), in program order."""
     links = Links()
     in_flight: dict[Node, Moving] = {}
     order: list[tuple[Node, Span | Moving]] = []

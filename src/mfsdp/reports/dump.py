@@ -36,9 +36,7 @@ class Dump:
 
     Args:
         folder: created when needed.
-        number: number of the graph.
-        options: backend options.
-        inputs: inputs of the graph.
+        number, inputs: of the graph.
     """
 
     def __init__(self, folder: Path, number: int, options: Options, inputs: Sequence[object]):
