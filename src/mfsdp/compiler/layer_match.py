@@ -221,21 +221,11 @@ def lines(nodes: Iterable[fx.Node], places: Mapping[fx.Node, Hashable]) -> tuple
     def line(node: fx.Node) -> Hashable:
         arguments = map_aggregate(
             (node.args, node.kwargs),
-            lambda x: _Place(places[x]) if isinstance(x, fx.Node) else x,  # type: ignore[arg-type, return-value]
+            lambda x: places[x] if isinstance(x, fx.Node) else x,  # type: ignore[arg-type, return-value]
         )
         return (node.op, node.target if node.op != "placeholder" else "", repr(arguments))
 
     return tuple(map(line, nodes))
-
-
-class _Place:
-    """Represents a node where arguments are written as text."""
-
-    def __init__(self, text: Hashable):
-        self.text = text
-
-    def __repr__(self) -> str:
-        return repr(self.text)
 
 
 def _value(node: fx.Node) -> Hashable:
