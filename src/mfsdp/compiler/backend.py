@@ -158,7 +158,7 @@ class _Compilation:
             split = split_backward(program)
             if split is not None:
                 finishes = self._finish(split.input), self._finish(split.weight)
-                return lowering.Parts.of(program, split, finishes)
+                return lowering.Parts(program, split, finishes)
             program.remarks = [*program.remarks, "split_backward: the weight part cannot be separate"]
         return self._finish(program)
 

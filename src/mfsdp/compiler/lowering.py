@@ -48,35 +48,27 @@ Transform = Callable[[fx.GraphModule, Phase], "Finish | Parts | None"]
 class Parts:
     """The two programs of a split backward (`ir.split_backward`), and what wraps them."""
 
-    programs: tuple[Program, Program]
+    whole: Program
+    split: SplitBackward
     finishes: tuple[Finish, Finish]
-    takes: tuple[list[int], list[int]]
-    """The whole's arguments that each takes; the weight part then takes all ``saved`` values."""
-    saved: int
-
-    @classmethod
-    def of(cls, whole: Program, split: SplitBackward, finishes: tuple[Finish, Finish]) -> Parts:
-        place = {node.name: i for i, node in enumerate(whole.graph.find_nodes(op="placeholder"))}
-
-        def takes(part: Program, more: int) -> list[int]:
-            names = [node.name for node in part.graph.find_nodes(op="placeholder")]
-            return [place[name] for name in names[: len(names) - more]]
-
-        programs = split.input, split.weight
-        return cls(programs, finishes, (takes(split.input, 0), takes(split.weight, split.saved)), split.saved)
 
     def lower(self, compile: Callable[[fx.GraphModule, Sequence[Any]], Run]) -> Run:
         """Compiles both, and returns what runs as the whole."""
-        donated = donated_indices()
+        place = {node.name: i for i, node in enumerate(self.whole.graph.find_nodes(op="placeholder"))}
+        donated, saved = donated_indices(), self.split.saved
         runs: list[Any] = []
-        for program, finish, takes in zip(self.programs, self.finishes, self.takes, strict=True):
+        takes: list[list[int]] = []  # the whole's arguments; the weight part then takes all saved values
+        for program, finish, more in zip((self.split.input, self.split.weight), self.finishes, (0, saved), strict=True):
             inputs = program.graph.find_nodes(op="placeholder")
-            mine = [i for i, at in enumerate(takes) if at in donated and inputs[i].meta.get(STORAGE, (0, 0, True))[2]]
+            takes.append([place[node.name] for node in inputs[: len(inputs) - more]])
+            mine = [
+                i for i, at in enumerate(takes[-1]) if at in donated and inputs[i].meta.get(STORAGE, (0, 0, True))[2]
+            ]
             with part(mine):
                 runs.append(
                     _finished(program.gm, finish, partial(compile, program.gm, [n.meta["val"] for n in inputs]))
                 )
-        return SplitProgram(runs[0], runs[1], self.takes, self.saved)
+        return SplitProgram(runs[0], runs[1], (takes[0], takes[1]), saved)
 
 
 INDUCTOR = {
