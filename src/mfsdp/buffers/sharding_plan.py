@@ -30,21 +30,8 @@ from ..dtensor.mesh import Axes
 from ..dtensor.shard_spec import layout_rank, local_mesh
 from ..runtime import groups
 
-
-@dataclass(frozen=True)
-class Cut:
-    params: bool
-    grads: bool
-    optim: bool
-
-
-STRATEGIES = {
-    "no_shard": Cut(params=False, grads=False, optim=False),
-    "optim": Cut(params=False, grads=False, optim=True),
-    "optim_grads": Cut(params=False, grads=True, optim=True),
-    "optim_grads_params": Cut(params=True, grads=True, optim=True),
-}
-"""Strategies by name; a strategy's number is its position."""
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Names of strategies; a strategy's number is its position. Each cuts one thing more than the one before it."""
 
 OUTER = ("no_shard", "optim")
 
@@ -55,12 +42,11 @@ def strategy_name(strategy: str | int) -> str:
     Raises:
         ValueError: there is no such strategy.
     """
-    names = list(STRATEGIES)
-    if isinstance(strategy, int) and not isinstance(strategy, bool) and 0 <= strategy < len(names):
-        return names[strategy]
-    if strategy in names:
+    if isinstance(strategy, int) and not isinstance(strategy, bool) and 0 <= strategy < len(STRATEGIES):
+        return STRATEGIES[strategy]
+    if strategy in STRATEGIES:
         return str(strategy)
-    raise ValueError(f"strategy={strategy!r}: choose one of {list(range(len(names)))} or {tuple(names)}")
+    raise ValueError(f"strategy={strategy!r}: choose one of {list(range(len(STRATEGIES)))} or {STRATEGIES}")
 
 
 @dataclass(frozen=True)
@@ -102,29 +88,29 @@ class ShardingPlan:
         Raises:
             ValueError: an outer strategy without an outer axis, or with ``no_shard``; a mesh without process groups.
         """
-        roles, alone, grid = STRATEGIES[strategy], ("", ""), axes.grid()
-        if outer_strategy == "optim" and axes.outer and not roles.optim:
+        optim, grads, params = (STRATEGIES.index(strategy) >= number for number in (1, 2, 3))
+        alone, grid = ("", ""), axes.grid()
+        if outer_strategy == "optim" and axes.outer and not optim:
             raise ValueError(
                 f"outer_strategy='optim' cuts optimizer state, and strategy={strategy!r} keeps it whole: use "
                 "strategy='optim', which cuts it over both axes"
             )
-        if axes.outer and roles.grads:
+        if axes.outer and grads:
             shard, both = axes.inner(), axes.both()
             size, outer = both.size(1), both.size(0)
             cut = outer_strategy == "optim" and outer > 1
             groups = _groups(shard, device) + _groups(both, device)
             strides = _step(grid[0]), _step(grid[:, 0])
-            return ShardingPlan(
-                both if cut else shard, size, outer, groups, cut, not roles.params and size > 1, strides=strides
-            )
+            replica = not params and size > 1
+            return ShardingPlan(both if cut else shard, size, outer, groups, cut, replica, strides=strides)
         one, step = axes.one(), _step(grid.flatten().sort()[0])
         size = one.size()
         if outer_strategy == "optim" and not axes.outer and size > 1:
             raise ValueError("outer_strategy='optim' needs a mesh with an outer axis, (dp_outer, dp_shard)")
         over = _groups(one, device)
-        if roles.grads or size == 1:
-            return ShardingPlan(one, size, 1, over + alone, False, not roles.params and size > 1, strides=(step, 0))
-        if roles.optim:
+        if grads or size == 1:
+            return ShardingPlan(one, size, 1, over + alone, False, not params and size > 1, strides=(step, 0))
+        if optim:
             return ShardingPlan(one, 1, size, alone + over, True, False, strides=(1, step))
         mine = local_mesh(one.device_type, (1,))
         return ShardingPlan(mine, 1, size, alone + over, False, False, copies=one, strides=(1, step))
