@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..buffers.flat_buffer import FlatBuffer
 from ..runtime import execution
 from ..runtime.desync import Fingerprint
-from .muon import Recipe
+from .muon import Muon
 from .owners import Box, Cut, Matrix, Plan, Ring, Route, Wave, describe, plan
 from .rings import matrices_of
 
@@ -53,7 +53,7 @@ class MatrixStep:
         ValueError, NotImplementedError: see `matrices_of`; a plain parameter needs what only sharded ones have.
     """
 
-    def __init__(self, optimizer: Optimizer, recipe: Recipe, max_staging: int):
+    def __init__(self, optimizer: Optimizer, recipe: Muon, max_staging: int):
         self.recipe, self.max_staging = recipe, max_staging
         self._key: object = None
         self.plan = Plan((), recipe.wire.itemsize)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -14,35 +14,6 @@ Group = Mapping[str, Any]
 
 Block = tuple[int, int, int]
 """A matrix in a parameter: its first row in the flattened parameter, its rows, its columns."""
-
-
-class Recipe(Protocol):
-    """An optimizer whose step needs each matrix whole once, between two elementwise parts."""
-
-    wire: torch.dtype
-    """The communication dtype of matrices and updates."""
-
-    def check(self, optimizer: Optimizer) -> None:
-        """Raises NotImplementedError for settings that it does not know."""
-
-    def blocks(self, name: str, shape: Sequence[int], group: Group) -> list[Block]:
-        """Returns the matrices of a parameter.
-
-        Raises:
-            ValueError: it has none; ``split_sizes`` does not fit.
-        """
-
-    def begin(self, group: Group, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        """Updates state, and returns what matrices are made of. Elementwise, [n] in the dtype of the weights."""
-
-    def whole(self, group: Group, matrices: torch.Tensor) -> torch.Tensor:
-        """Returns the updates of equal matrices, [b, m, n] in ``wire``."""
-
-    def decay(self, group: Group, weights: torch.Tensor) -> None:
-        """Changes weights before updates are added. Elementwise, [n]."""
-
-    def add(self, group: Group, weights: torch.Tensor, update: torch.Tensor, rows: int, columns: int) -> None:
-        """Adds elements of the update of a matrix, [rows, columns], to those of its weights; both [n]."""
 
 
 class Muon:
@@ -55,8 +26,10 @@ class Muon:
     """
 
     wire = torch.bfloat16
+    """The communication dtype of matrices and updates."""
 
     def check(self, optimizer: Optimizer) -> None:
+        """Raises NotImplementedError for settings that it does not know."""
         unknown = optimizer.defaults.keys() - {
             "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
         }  # fmt: skip
@@ -67,6 +40,11 @@ class Muon:
             )
 
     def blocks(self, name: str, shape: Sequence[int], group: Group) -> list[Block]:
+        """Returns the matrices of a parameter.
+
+        Raises:
+            ValueError: it has none; ``split_sizes`` does not fit.
+        """
         if len(shape) not in (2, 3):
             raise ValueError(
                 f"fully_shard_optimizer: Muon steps matrices [m, n] and stacked matrices [e, m, n]; {name} is "
@@ -86,6 +64,7 @@ class Muon:
         return [(e * m + start, rows, n) for e in every for start, rows in zip(starts, splits, strict=True)]
 
     def begin(self, group: Group, grad: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        """Updates state, and returns what matrices are made of. Elementwise, [n] in the dtype of the weights."""
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         momentum: torch.Tensor = state["momentum_buffer"]
@@ -93,14 +72,18 @@ class Muon:
         return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
     def whole(self, group: Group, matrices: torch.Tensor) -> torch.Tensor:
+        """Returns the updates of equal matrices, [b, m, n] in ``wire``."""
         return orthogonal(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def decay(self, group: Group, weights: torch.Tensor) -> None:
+        """Changes weights before updates are added. Elementwise, [n]."""
         weights.mul_(1 - _rate(group) * group["weight_decay"])
 
     def add(self, group: Group, weights: torch.Tensor, update: torch.Tensor, rows: int, columns: int) -> None:
-        """The factors of torch's ``adjust_lr_fn``: Jordan's, and RMS matching (Moonshot, arXiv:2502.16982). The host
-        does not read a learning rate that is a tensor; torch's does, and rounds once where this rounds twice.
+        """Adds elements of the update of a matrix, [rows, columns], to those of its weights; both [n].
+
+        The factors are those of torch's ``adjust_lr_fn``: Jordan's, and RMS matching (Moonshot, arXiv:2502.16982). The
+        host does not read a learning rate that is a tensor; torch's does, and rounds once where this rounds twice.
         """
         how = group["adjust_lr_fn"]
         if how in (None, "original"):
@@ -152,7 +135,7 @@ def orthogonal(
 GROUP_KEYS = ("split_sizes", "blockwise")
 """Keys of parameter groups that torch does not have."""
 
-RECIPES: dict[type[Optimizer], Recipe] = {torch.optim.Muon: Muon()}
+RECIPES: dict[type[Optimizer], Muon] = {torch.optim.Muon: Muon()}
 """Recipes by the exact class of the optimizer."""
 
 REFUSED = {

@@ -13,7 +13,7 @@ from ..buffers.flat_buffer import FlatBuffer
 from ..dtensor.mesh import flat
 from ..dtensor.tp_shards import TPShard, concatenated, has_groups, runs_of
 from ..runtime import groups
-from .muon import Block, Recipe
+from .muon import Block, Muon
 from .owners import Box, Matrix, Ring, held_rows
 
 Seat = tuple[int, tuple[int, ...]]
@@ -21,7 +21,7 @@ Seat = tuple[int, tuple[int, ...]]
 
 
 def matrices_of(
-    buffer: FlatBuffer, unit: int, slot: int, number: int, group: Mapping[str, Any], recipe: Recipe
+    buffer: FlatBuffer, unit: int, slot: int, number: int, group: Mapping[str, Any], recipe: Muon
 ) -> list[Matrix]:
     """Returns the matrices of a parameter, with the ranks that hold them.
 
