@@ -32,14 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..buffers.flat_buffer import FlatBuffer, buffers_in, shared_over
-from ..buffers.steady_state import State
 from ..dtensor.optimizer_hooks import count
 from ..runtime import capturing, devices, execution, step_prefetch
 from ..runtime.capturing import GRAPHS, CudaGraph
 from ..runtime.desync import operation
 from .flat_optimizer import is_flat
 from .parameter_ranges import is_sharded
-from .step_state import PLAIN, StepState, context, numbers
+from .step_state import PLAIN, State, StepState, context, numbers
 
 log = logging.getLogger("mfsdp")
 

@@ -1,8 +1,16 @@
-"""What a training step begins with, as far as its host code depends on it (Note [Steady state])."""
+"""What a training step begins with, as far as its host code depends on it, for steps that are recorded and replayed.
+
+Note [Steady state]
+Runtime code decides on the host: whether a cast or a gather is due, whether a gradient is stored or added, and where.
+A recorded step repeats the decisions of the step that was recorded. They are those that Python would take again if the
+step begins in the same state and at the same addresses, and the step can go on for ever if it ends where it began.
+`StepState.now` lists what the decisions depend on, apart from counters, which a replay moves as the step would have
+done (`Weights.replayed`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CellType, CodeType
 from typing import Any
@@ -12,12 +20,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ..buffers import steady_state
-from ..buffers.flat_buffer import buffers_in
-from ..buffers.steady_state import State, address, all_hooks
+from ..buffers.flat_buffer import FlatBuffer, buffers_in
 from ..runtime import static_buffers
 from ..runtime.buffer_api import Outermost
 from .parameter_ranges import is_sharded
+
+State = dict[str, Hashable]
+"""What a step begins with, by a name for messages."""
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 """Types whose values are compared as they are."""
@@ -51,17 +60,17 @@ class StepState:
         """Returns what the next step depends on, apart from counters and the values of tensors."""
         found: State = {}
         for buffer in self.buffers:
-            found |= steady_state.state(buffer)
+            found |= _of_buffer(buffer)
         for outermost in self.outermost:
             found[f"gathers ahead of {outermost.name}"] = outermost.ahead.state
             found[f"loads of {outermost.name}"] = tuple(outermost.half)
-        found["global hooks"] = all_hooks(*_global_hooks())
+        found["global hooks"] = _all_hooks(*_global_hooks())
         found["modules"] = tuple(map(_module, self._all_modules()))
         for number, optimizer in enumerate(self.optimizers):
             name = f"{type(optimizer).__name__} {number}"
             found[f"settings of {name}"] = tuple(_settings(group) for group in optimizer.param_groups)
             found[f"state of {name}"] = tuple(map(_value, _state(optimizer)))
-            found[f"hooks of {name}"] = all_hooks(
+            found[f"hooks of {name}"] = _all_hooks(
                 optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
             )
         found["variables of the step"] = tuple(map(_value, self._named()))
@@ -70,7 +79,7 @@ class StepState:
 
     def held(self) -> list[Any]:
         """Returns what a recorded step uses at fixed addresses and does not own."""
-        held: list[Any] = [tensor for buffer in self.buffers for tensor in steady_state.tensors(buffer)]
+        held: list[Any] = [tensor for buffer in self.buffers for tensor in _tensors_of(buffer)]
         held += [static for _, static in static_buffers.of_stream(self.stream)]
         held += [tensor for optimizer in self.optimizers for tensor in _state(optimizer)] + self._named()
         return held + [tensor for module in self._all_modules() for tensor in _own(module)]
@@ -112,6 +121,46 @@ def numbers(optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
     return [(key, value) for key, value in values if isinstance(value, torch.Tensor) and value.numel() == 1]
 
 
+def _tensors_of(buffer: FlatBuffer) -> Iterator[torch.Tensor | None]:
+    """Yields what a recorded step reads or writes at its address and no graph pool owns."""
+    weights, gradients = buffer.weights, buffer.gradients
+    yield from (weights.main, weights.source, weights.kept_cast.values)
+    yield from (codes.values for codes in weights.lasting.codes.values())
+    yield from (gradients.accumulator.flat, gradients.accumulator.narrow, gradients.accumulator.memory.spare)
+
+
+def _of_buffer(buffer: FlatBuffer) -> State:
+    """Returns what a step's decisions about a buffer depend on."""
+    weights, gradients, unit = buffer.weights, buffer.gradients, buffer.unit
+    accumulator = gradients.accumulator
+    lasting = ((key, codes.history == weights.history) for key, codes in weights.lasting.codes.items())
+    name = f"unit {unit.fqn!r}"
+    return {
+        f"addresses of {name}": tuple(map(_address, _tensors_of(buffer))),
+        f"weights of {name}": (
+            weights.stale, weights.due(), weights.has_room, weights.kept_cast.written(),
+            weights.maxima.due(), tuple(lasting), weights.summoned is None,
+        ),
+        f"gradients of {name}": (
+            gradients.sync, gradients.late, gradients.waits, gradients.overlap is None,
+            _all_hooks(*gradients.hooks.grad_hooks.values(), *gradients.hooks.post_hooks.values()),
+            tuple(sorted(accumulator.slots)), tuple(sorted(accumulator.dropped)),
+            accumulator.lent,
+        ),
+        f"settings of {name}": (tuple(buffer.trains), buffer.text, unit.open, unit.kept, tuple(sorted(unit.full))),
+    }  # fmt: skip
+
+
+def _address(tensor: torch.Tensor | None) -> Hashable:
+    """Returns where a tensor is, its dtype and its shape; ``None`` for no tensor."""
+    return None if tensor is None else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _all_hooks(*hooks: Mapping[Any, Any] | None) -> tuple[Any, ...]:
+    """Returns the hooks in some dicts of them."""
+    return tuple(hook for each in hooks if each for hook in each.values())
+
+
 def _own(module: nn.Module) -> list[torch.Tensor]:
     own = [*module._parameters.values(), *module._buffers.values()]
     return [tensor for tensor in own if tensor is not None]
@@ -119,7 +168,7 @@ def _own(module: nn.Module) -> list[torch.Tensor]:
 
 def _module(module: nn.Module) -> Hashable:
     """Its own numbers and texts (mode, dropout's p), hooks, parameters and buffers."""
-    hooks = all_hooks(
+    hooks = _all_hooks(
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     )
     plain = tuple(value for value in vars(module).values() if type(value) in (bool, int, float, str))
@@ -130,8 +179,8 @@ def _tensor(tensor: torch.Tensor) -> Hashable:
     """Of a sharded parameter only which it is: its buffer knows the rest."""
     if is_sharded(tensor):
         return id(tensor)
-    hooks = all_hooks(tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
-    return id(tensor), tensor.requires_grad, address(tensor), address(tensor.grad), hooks
+    hooks = _all_hooks(tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return id(tensor), tensor.requires_grad, _address(tensor), _address(tensor.grad), hooks
 
 
 def _global_hooks() -> list[Mapping[Any, Any]]:
@@ -157,7 +206,7 @@ def _state(optimizer: Optimizer) -> list[Any]:
 def _value(value: Any) -> Hashable:
     """A tensor's place, another value itself."""
     if isinstance(value, torch.Tensor):
-        return address(value)
+        return _address(value)
     return value if isinstance(value, (*PLAIN, tuple)) else repr(value)
 
 
