@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from ..config.patches import wrap
-from ..dtensor import bitsandbytes, load_count, parameter_names, torchao
+from ..dtensor import bitsandbytes, parameter_names, torchao
 from ..dtensor import transformer_engine as te
 from ..dtensor.shard_spec import ShardSpec
 from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import buffer_registry, devices, sync_collectives
+from ..runtime.transport_registry import record_load
 from .flat_buffer import refs
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def loaded(module: nn.Module, state: StateDict, prefix: str) -> None:
     for name, ref in refs(module).items():
         param, value = module._parameters.get(name), state.get(prefix + name)
         if param is not None and value is not None:
-            load_count.record_load(ref.buffer.spec.peer_groups, f"{prefix}{name}", value, param.dtype)
+            record_load(ref.buffer.spec.peer_groups, f"{prefix}{name}", value, param.dtype)
 
 
 # Names

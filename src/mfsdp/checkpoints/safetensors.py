@@ -6,7 +6,6 @@ import copy
 import math
 import os
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -72,7 +71,7 @@ def load_safetensors(
     cast = [n for n, (entry, t) in found.items() if hasattr(t, "_mfsdp_exact") and entry.dtype is not t.dtype]
     if cast:
         raise ValueError(f"load_safetensors: quantized weights have other dtypes in the files: {files.some(cast)}")
-    count_load(shared_over(model), f"{len(found)} tensors of safetensors files", zlib.crc32("".join(found).encode()))
+    count_load(shared_over(model), f"{len(found)} tensors of safetensors files", "".join(found).encode())
     by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
     for entry, tensor in found.values():
         by_file.setdefault(entry.file, []).append((entry.name, tensor))

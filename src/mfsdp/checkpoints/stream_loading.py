@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import groupby
@@ -15,9 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..buffers.flat_buffer import FlatBuffer, buffers_in, half_loaded, shared_over
-from ..dtensor.load_count import record_load
 from ..runtime import devices, execution, groups
-from ..runtime.transport_registry import count_load
+from ..runtime.transport_registry import count_load, record_load
 from .files import some
 from .streams import ParamMeta, WeightStream
 from .tensors import keep, refuse_unsharded_quantized, tensors_of
@@ -69,7 +67,7 @@ def load_stream(
     with closing(given), half_loaded(model, "load_stream"), torch.inference_mode(False), torch.no_grad():
         if group:
             names = "".join(name for name, _, _ in metadata)
-            count_load(shared_over(model), "a stream of weights", zlib.crc32(names.encode()))
+            count_load(shared_over(model), "a stream of weights", names.encode())
             _broadcast(model, given, [(m, wanted.get(m.name)) for m in metadata], group, place)
         else:
             _keep_all(given, wanted, shared_over(model))

@@ -14,7 +14,8 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
 from ..runtime import sync_collectives
-from . import load_count, unsupported
+from ..runtime.transport_registry import record_load
+from . import unsupported
 from .eager_autograd import Args, Kwargs
 from .shard_placement import RowShard, StridedRowShard
 from .shard_spec import ShardSpec
@@ -177,7 +178,7 @@ def _random(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     buffer = None if target._mfsdp_written is None or target._sharding.home is None else target._sharding.home()
     if buffer is not None and (replicas := buffer.copies(target._sharding.slot)):  # equal only if seeds are
         what = f"values that {func._schema.name.removeprefix('aten::')} has drawn for {buffer.path}"
-        load_count.record_load(replicas, what, drawn, drawn.dtype)
+        record_load(replicas, what, drawn, drawn.dtype)
     return target
 
 

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from ..config.patches import wrap
-from ..runtime.transport_registry import count_step
-from . import load_count
+from ..runtime.transport_registry import count_step, record_load
 from . import transformer_engine as te
 from .eager_autograd import Args, Kwargs
 from .sharded_dtensor import ShardedDTensor
@@ -125,7 +124,7 @@ def _cut(param: ShardedDTensor, name: str, value: Any) -> Any:
         )
     owner = getattr(param, "_mfsdp_owner", None)
     if owner is not None:
-        load_count.record_load(owner.spec.peer_groups, f"{name} of {path}", value, value.dtype)
+        record_load(owner.spec.peer_groups, f"{name} of {path}", value, value.dtype)
     return torch.empty_like(param.detach(), dtype=value.dtype).copy_(value)
 
 

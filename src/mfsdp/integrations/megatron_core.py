@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def load_checkpoint(
     targets = _fitting({**weights, **states.pop(_MAIN, {})}, {id(t): t for t in wanted.values()}, names, "the model")
     if optimizer is not None:
         targets += _of_optimizer(model, optimizer, states, names)
-    count_load(shared_over(model), f"{len(targets)} tensors of Megatron-Core", zlib.crc32("".join(wanted).encode()))
+    count_load(shared_over(model), f"{len(targets)} tensors of Megatron-Core", "".join(wanted).encode())
     with half_loaded(model, f"loading {path}"):
         with checkpoint_errors(f"read {folder}"):
             read_parts(folder, [part for stored, tensor in targets for part in _parts(stored, tensor)])

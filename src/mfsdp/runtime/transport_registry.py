@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from . import groups
 from .c10d_transport import C10dTransport
@@ -15,6 +18,9 @@ from .desync import GroupState
 from .fake_transport import FakeTransport
 from .gloo_transport import GlooTransport
 from .transport import Transport
+
+FEW = 64
+"""About how many values of a loaded tensor are compared."""
 
 
 def transport_of(name: str, device: torch.device) -> Transport:
@@ -51,12 +57,23 @@ def count_step(names: Iterable[str]) -> None:
         state.steps += state.name in counted
 
 
-def count_load(names: Iterable[str], what: str, digest: int) -> None:
+def record_load(names: Iterable[str], what: str, value: Any, dtype: torch.dtype) -> None:
+    """Counts a load for the ranks of some groups to compare: its name, and for a full tensor, which every rank must
+    pass with equal values, some of its values, cast to ``dtype``.
+    """
+    content = what.encode()
+    if type(value) in (torch.Tensor, nn.Parameter) and value.numel() and value.device.type != "meta":
+        few = value.detach().reshape(-1)[:: max(value.numel() // FEW, 1)].to("cpu", dtype)
+        content += few.contiguous().view(torch.uint8).numpy().tobytes()
+    count_load(names, what, content)
+
+
+def count_load(names: Iterable[str], what: str, content: bytes) -> None:
     """Counts a loaded state dict, once in each group that shares its weights (invariant 69)."""
     for name in set(names):
         with suppress(RuntimeError):  # a deleted group has nothing to compare
             if (state := group_state(name)) is not None:
-                state.load(what, digest)
+                state.load(what, zlib.crc32(content))
 
 
 def _made(name: str, device: str) -> Transport:

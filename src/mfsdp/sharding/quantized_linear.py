@@ -19,10 +19,11 @@ from torch import nn
 
 from ..buffers.flat_buffer import refs
 from ..dtensor import bitsandbytes as bnb
-from ..dtensor import load_count, quantized
+from ..dtensor import quantized
 from ..dtensor.quantized_form import Apart, Form, Stored
 from ..dtensor.shard_spec import ShardSpec
 from ..dtensor.sharded_dtensor import ShardedDTensor
+from ..runtime.transport_registry import record_load
 
 
 class QuantizedLinear(nn.Module):
@@ -109,7 +110,7 @@ class QuantizedLinear(nn.Module):
                     continue
                 if name != "weight" and name in refs(self):
                     groups = refs(self)[name].buffer.spec.peer_groups
-                    load_count.record_load(groups, keys[name], value, value.dtype)
+                    record_load(groups, keys[name], value, value.dtype)
                 self._mfsdp_seen(name, stored).copy_(value)
         for key, packed in self._mfsdp_packed.items():
             if (value := state_dict.get(prefix + key)) is not None and value is not packed:
