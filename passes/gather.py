@@ -76,17 +76,15 @@ def _gather_unit(p: Program, unit: Unit, markers: list[Node], keep_cast: bool) -
     assert isinstance(flat, Node) and all(m.args[0] is flat for m in markers)
     if spec.persistent:
         if p.phase != "backward":
-            p.insert(ops.refresh, (flat,), first, Role(Kind.REFRESH, unit.name, Lane.GATHER))
-            p.insert(ops.wait, (flat, []), first, Role(Kind.WAIT, unit.name, Lane.GATHER))
+            p.launch(ops.refresh, (flat,), first, Role(Kind.REFRESH, unit.name, Lane.GATHER))
     elif precision.main is not precision.comm and not (spec.gathers and (keep_cast or precision.wire)):
         lasts = keep_cast and spec.reshard
         target = ops.kept_cast if lasts else prims.convert_element_type.default
         args = (flat, spec.encode() if lasts else precision.comm)
         flat = p.insert(target, args, first, Role(Kind.CAST, unit.name), f"{unit.name}_cast")
     if spec.gathers:
-        source, full = flat, Role(Kind.FULL, unit.name, Lane.GATHER)
-        flat = p.insert(ops.all_gather, (source, spec.encode()), first, full, f"{unit.name}_full")
-        p.insert(ops.wait, (flat, [source]), first, Role(Kind.WAIT, unit.name, Lane.GATHER))
+        full = Role(Kind.FULL, unit.name, Lane.GATHER)
+        flat = p.launch(ops.all_gather, (flat, spec.encode()), first, full, f"{unit.name}_full")
     views: dict[int, Node] = {}
     for marker in markers:
         offset = marker.args[1]

@@ -142,20 +142,15 @@ def _quantize_unit(p: Program, unit: Unit, found: list[Read]) -> None:
         element = p.insert(ops.cast, (shard, text), first, cast, f"{unit.name}_cast")
     code = _recipe(p, found[0].codes[0], element, scales, first, cast)
     p.rename(code, f"{unit.name}_code")
-    waited = Role(Kind.WAIT, unit.name, Lane.GATHER)
     if unit.spec.persistent:
         kept, args = Role(Kind.CODES, unit.name, Lane.GATHER), (code, shard, _key(found), p.phase == "backward", text)
-        codes = p.insert(ops.refresh_codes, args, first, kept, f"{unit.name}_codes")
-        p.insert(ops.wait, (codes, [code]), first, waited)
-        code = codes
-    full = code
+        code = p.launch(ops.refresh_codes, args, first, kept, f"{unit.name}_codes")
     if unit.spec.gathers:
         gathered = Role(Kind.FULL, unit.name, Lane.GATHER)
-        full = p.insert(ops.all_gather, (code, text), first, gathered, f"{unit.name}_full")
-        p.insert(ops.wait, (full, [code]), first, waited)
+        code = p.launch(ops.all_gather, (code, text), first, gathered, f"{unit.name}_full")
     for read in found:
         for node, dims in zip(read.codes[0].nodes, read.codes[0].dims, strict=True):
-            _view(p, unit, full, read, node, dims)
+            _view(p, unit, code, read, node, dims)
     _erase(p, found)
 
 
@@ -181,10 +176,8 @@ def _maxima(p: Program, unit: Unit, found: list[Read], shard: Node, before: Node
             wanted.append((node, grid))
     if not wanted:
         return
-    lane = Lane.GATHER
-    args = (shard, encode(tuple(grids)), unit.spec.encode())
-    all_of_them = p.insert(ops.maxima, args, before, Role(Kind.MAXIMA, unit.name, lane), f"{unit.name}_maxima")
-    p.insert(ops.wait, (all_of_them, [shard]), before, Role(Kind.WAIT, unit.name, lane))
+    args, role = (shard, encode(tuple(grids)), unit.spec.encode()), Role(Kind.MAXIMA, unit.name, Lane.GATHER)
+    all_of_them = p.launch(ops.maxima, args, before, role, f"{unit.name}_maxima")
     for node, grid in wanted:
         value, r = node.meta["val"], Role(Kind.CAST, unit.name)
         where = (all_of_them, list(value.shape), list(value.stride()), places[grid])

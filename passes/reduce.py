@@ -85,31 +85,18 @@ def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
     for step, lane in zip(reduction_steps(text), (Lane.REDUCE, Lane.OUTER), strict=False):
         if step.hold:
             p.insert(ops.hold, (shard, total, offsets), ready, Role(Kind.HOLD, unit.name))
+        args = (total, text, int(step.index))
         if step.scatters:
             kind = Kind.GOUTER if step.index.outer else Kind.GSHARD
-            total = _scatter(p, unit, total, ready, step.index, kind, lane)
+            made = Role(kind, unit.name, lane)
+            total = p.launch(ops.reduce_scatter, args, ready, made, f"{unit.name}_{kind.value}")
         else:
-            _all_reduce(p, unit, total, ready, step.index, lane)
+            p.launch(ops.all_reduce, args, ready, Role(Kind.ALL_REDUCE, unit.name, lane))
     after = 1 / (spec.divide * spec.predivide)
     p.insert(ops.accumulate, (shard, total, offsets, after), ready, Role(Kind.ACCUMULATE, unit.name))
     p.set_results([None if r in sums else r for r in p.results()])
     for node in sorted(sums, reverse=True):
         p.erase(node)
-
-
-def _scatter(p: Program, unit: Unit, total: Node, before: Node, group: GroupIndex, kind: Kind, lane: Lane) -> Node:
-    """Inserts a reduce-scatter and its wait, and returns the result."""
-    args = (total, unit.spec.encode(), int(group))
-    out = p.insert(ops.reduce_scatter, args, before, Role(kind, unit.name, lane), f"{unit.name}_{kind.value}")
-    p.insert(ops.wait, (out, [total]), before, Role(Kind.WAIT, unit.name, lane))
-    return out
-
-
-def _all_reduce(p: Program, unit: Unit, total: Node, before: Node, group: GroupIndex, lane: Lane) -> None:
-    """Inserts an all-reduce and its wait."""
-    args = (total, unit.spec.encode(), int(group))
-    p.insert(ops.all_reduce, args, before, Role(Kind.ALL_REDUCE, unit.name, lane))
-    p.insert(ops.wait, (total, []), before, Role(Kind.WAIT, unit.name, lane))
 
 
 def _reduce_plain(p: Program, unit: Unit) -> bool:
@@ -124,7 +111,8 @@ def _reduce_plain(p: Program, unit: Unit) -> bool:
     order = sorted(mine, key=mine.__getitem__)
     grads = [results[i] for i in order]
     gfull = _bucket(p, unit, grads[0], grads, [mine[i] for i in order], 1 / unit.spec.divide, ready)
-    _all_reduce(p, unit, gfull, ready, GroupIndex.SHARD_GATHER, Lane.REDUCE)
+    args = (gfull, unit.spec.encode(), int(GroupIndex.SHARD_GATHER))
+    p.launch(ops.all_reduce, args, ready, Role(Kind.ALL_REDUCE, unit.name, Lane.REDUCE))
     for i in order:
         value = results[i].meta["val"]
         where = (gfull, list(value.shape), _contiguous(value.shape), mine[i])

@@ -197,6 +197,14 @@ class Program:
         node.meta["val"] = self._fake(target, args, kwargs)
         return mark(node, r)
 
+    def launch(self, target: Any, args: tuple[Any, ...], before: Node, r: Role, name: str | None = None) -> Node:
+        """Inserts a launch that reads its first argument, and right behind it its wait. Returns what that completes."""
+        launch = self.insert(target, args, before, r, name)
+        product = product_of(launch)
+        sources = [args[0]] if product is launch else []
+        self.insert(ops.wait, (product, sources), before, Role(Kind.WAIT, r.unit, r.lane))
+        return product
+
     def rewrite(self, node: Node, target: Any, args: tuple[Any, ...]) -> None:
         """Changes what a node computes, not its role and name. Private in torch (``eager_input_vals``: arguments of
         custom operators, whose strides Inductor keeps); tried on 2.13 and 2.14, there in 2.11 to 2.15.
