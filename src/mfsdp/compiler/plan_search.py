@@ -9,13 +9,14 @@ best few settings at each step. The best setting that any has met wins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
+from ..config.layer_choices import Choice
 from .plan_score import Score, Scorer, uncollected
-from .plan_space import ALLOWED, OVERLAPS, Moves, Setting, Space
+from .plan_space import ALLOWED, OVERLAPS, Setting, Space
 
 WORTH = 0.01
 """The least gain, as a fraction of the step, for which prefetching or keeping gathered is considered."""
@@ -104,11 +105,49 @@ class Planner:
         there = [s for s in settings if self.fits(estimate(s), math.inf)] or settings[:1]
         return min(there, key=lambda s: (estimate(s).peak, estimate(s).seconds))
 
-    @cached_property
-    def moves(self) -> Moves:
-        """The changes that the searches try."""
-        levels = self.space.levels if "recompute" in self.allow else None
-        return Moves(self._overlaps(), self._gathers(), levels, self._strides, self._moves_state)
+    def near(self, setting: Setting) -> Iterator[Setting]:
+        """Yields settings one move away; each move may also move the optimizer's state to the host or back."""
+        for other in self._moved(setting):
+            if other != setting:
+                yield other
+            if self._moves_state:
+                yield replace(other, state_on_host=not other.state_on_host)
+
+    def _moved(self, setting: Setting) -> Iterator[Setting]:
+        yield setting
+        yield from self._faster(setting)
+        for place, choice in enumerate(setting.choices):
+            for other in self._smaller(place, choice):
+                yield setting.with_choice(place, other)
+
+    def _faster(self, setting: Setting) -> Iterator[Setting]:
+        """Yields moves that only memory can forbid: earlier gathers, layers that stay gathered."""
+        overlaps, gathers = self._overlaps, self._gathers  # both are estimated before any move
+        for depth, lag in overlaps:
+            yield replace(setting, prefetch=depth, reduce_lag=lag)
+        if not gathers:
+            return
+        for place, c in enumerate(setting.choices):
+            for more in _sizes(c):
+                yield setting.with_choice(place, replace(c, gathered=min(len(c.layers), max(0, c.gathered + more))))
+        # a static buffer goes only with its last unit, of any kind of layers: gather one more layer of each kind
+        one = (replace(c, gathered=min(len(c.layers), c.gathered + 1)) for c in setting.choices)
+        yield replace(setting, choices=tuple(one))
+
+    def _smaller(self, place: int, c: Choice) -> Iterator[Choice]:
+        """Yields moves that trade seconds for memory, or back: recomputation and offload."""
+        n, sizes = len(c.layers), _sizes(c)
+        if "recompute" in self.allow:
+            yield from (replace(c, recomputed=min(n, max(0, c.recomputed + more))) for more in sizes)
+            levels = self.space.levels[place] if c.recomputed else ()
+            yield from (replace(c, saved=saved) for saved in levels if saved != c.saved)
+        every, first = c.offloaded
+        for m in self._strides[place]:
+            if first and m != every:
+                yield replace(c, offloaded=(m, first))
+            for more in sizes if m == every or not first else ():
+                count = min(n, max(0, first + more * m))
+                yield replace(c, offloaded=(m if count else 1, count))
 
     @property
     def _strides(self) -> list[list[int]]:
@@ -118,9 +157,10 @@ class Planner:
     def _moves_state(self) -> bool:
         return "optimizer" in self.allow and self.scorer.host_state_ledger.host > 0
 
+    @cached_property
     def _overlaps(self) -> list[tuple[int, int]]:
-        """Returns the pairs (prefetch depth, reduce lag) that a plan chooses among, without those that gain nothing,
-        neither if all is saved nor if all is recomputed.
+        """The pairs (prefetch depth, reduce lag) that a plan chooses among, without those that gain nothing, neither if
+        all is saved nor if all is recomputed.
         """
         plain = self.space.plain
         if "prefetch" not in self.allow:
@@ -142,8 +182,9 @@ class Planner:
     def _seconds_with(self, base: Setting, depth: int, lag: int) -> float:
         return self.scorer.estimate(replace(base, prefetch=depth, reduce_lag=lag)).seconds
 
+    @cached_property
     def _gathers(self) -> bool:
-        """Returns whether keeping layers gathered gains anything, if all is saved or if all is recomputed."""
+        """Whether keeping layers gathered gains anything, if all is saved or if all is recomputed."""
         return "gathered" in self.allow and any(map(self._gains_gathered, (self.space.plain, self.floor)))
 
     def _gains_gathered(self, base: Setting) -> bool:
@@ -184,7 +225,7 @@ class Planner:
         return setting
 
     def _fitting(self, setting: Setting, budget: float) -> Iterable[Setting]:
-        near = self.moves.near(setting) if budget < math.inf else self.moves.faster(setting)
+        near = self.near(setting) if budget < math.inf else self._faster(setting)
         return (s for s in near if self.fits(self.scorer.estimate(s), budget))
 
     def _greedy(self, start: Setting, budget: float, worth: Callable[[Score, Score], tuple[float, ...]]) -> Setting:
@@ -210,6 +251,13 @@ class Planner:
                 best, left = front[0], PATIENCE
             front = [s for s in front if estimate(s).seconds < estimate(best).seconds * (1 + ENOUGH)]
         return best
+
+
+def _sizes(c: Choice) -> list[int]:
+    """Returns the numbers of layers by which a move changes a choice."""
+    n = len(c.layers)
+    sizes = [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= max(1, n // 2)] + [n]
+    return sizes + [-s for s in sizes]
 
 
 def _without_unused(setting: Setting) -> Setting:

@@ -1,11 +1,11 @@
-"""What a plan may choose for a captured model: its settings, and the changes from one setting to the next."""
+"""What a plan may choose for a captured model: its settings."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -253,72 +253,3 @@ def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float
     """Returns whether b lies above the line from a to c."""
     this, that = (b[1] - a[1]) * (c[0] - a[0]), (c[1] - a[1]) * (b[0] - a[0])
     return this > that and not math.isclose(this, that, rel_tol=1e-9)
-
-
-@dataclass(frozen=True)
-class Moves:
-    """The changes that lead from one setting to another. Sequences have one entry for each kind of layers.
-
-    Args:
-        overlaps: pairs (prefetch depth, reduce lag).
-        gather: whether layers may stay gathered.
-        levels: operators that recomputed layers may save (`Space.levels`); ``None``: nothing may be recomputed.
-        strides: values of m for offloading every m-th layer.
-        optimizer: whether the optimizer's state may go to the host.
-    """
-
-    overlaps: Sequence[tuple[int, int]]
-    gather: bool
-    levels: Sequence[Sequence[tuple[str, ...]]] | None
-    strides: Sequence[Sequence[int]]
-    optimizer: bool
-
-    def near(self, setting: Setting) -> Iterator[Setting]:
-        """Yields settings one move away; each move may also move the optimizer's state to the host or back."""
-        for other in self._moved(setting):
-            if other != setting:
-                yield other
-            if self.optimizer:
-                yield replace(other, state_on_host=not other.state_on_host)
-
-    def _moved(self, setting: Setting) -> Iterator[Setting]:
-        yield setting
-        yield from self.faster(setting)
-        for place, choice in enumerate(setting.choices):
-            for other in self._smaller(place, choice):
-                yield setting.with_choice(place, other)
-
-    def faster(self, setting: Setting) -> Iterator[Setting]:
-        """Yields moves that only memory can forbid: earlier gathers, layers that stay gathered."""
-        for depth, lag in self.overlaps:
-            yield replace(setting, prefetch=depth, reduce_lag=lag)
-        if not self.gather:
-            return
-        for place, c in enumerate(setting.choices):
-            for more in _sizes(c):
-                yield setting.with_choice(place, replace(c, gathered=min(len(c.layers), max(0, c.gathered + more))))
-        # a static buffer goes only with its last unit, of any kind of layers: gather one more layer of each kind
-        one = (replace(c, gathered=min(len(c.layers), c.gathered + 1)) for c in setting.choices)
-        yield replace(setting, choices=tuple(one))
-
-    def _smaller(self, place: int, c: Choice) -> Iterator[Choice]:
-        """Yields moves that trade seconds for memory, or back: recomputation and offload."""
-        n, sizes = len(c.layers), _sizes(c)
-        if self.levels is not None:
-            yield from (replace(c, recomputed=min(n, max(0, c.recomputed + more))) for more in sizes)
-            levels = self.levels[place] if c.recomputed else ()
-            yield from (replace(c, saved=saved) for saved in levels if saved != c.saved)
-        every, first = c.offloaded
-        for m in self.strides[place]:
-            if first and m != every:
-                yield replace(c, offloaded=(m, first))
-            for more in sizes if m == every or not first else ():
-                count = min(n, max(0, first + more * m))
-                yield replace(c, offloaded=(m if count else 1, count))
-
-
-def _sizes(c: Choice) -> list[int]:
-    """Returns the numbers of layers by which a move changes a choice."""
-    n = len(c.layers)
-    sizes = [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= max(1, n // 2)] + [n]
-    return sizes + [-s for s in sizes]

@@ -185,7 +185,7 @@ def _prices(planner: Planner, best: Setting) -> Iterator[Price]:
     that exceed the host's memory.
     """
     here = planner.scorer.estimate(best)
-    near = [(s, x) for s in planner.moves.near(best) if planner.fits(x := planner.scorer.estimate(s), math.inf)]
+    near = [(s, x) for s in planner.near(best) if planner.fits(x := planner.scorer.estimate(s), math.inf)]
     more = [(s, x) for s, x in near if x.peak > here.peak and x.seconds < here.seconds]
     less = [(s, x) for s, x in near if x.peak < here.peak]
     for side in (_undominated(more)[:PRICES], _undominated(less)[-PRICES:]):
