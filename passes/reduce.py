@@ -115,7 +115,7 @@ def _reduce_plain(p: Program, unit: Unit) -> bool:
     p.launch(ops.all_reduce, args, ready, Role(Kind.ALL_REDUCE, unit.name, Lane.REDUCE))
     for i in order:
         value = results[i].meta["val"]
-        where = (gfull, list(value.shape), _contiguous(value.shape), mine[i])
+        where = (gfull, list(value.shape), list(torch.empty(value.shape, device="meta").stride()), mine[i])
         results[i] = p.insert(aten.as_strided.default, where, ready, role)
     p.set_results(results)
     return True
@@ -136,14 +136,6 @@ def _bucket(
     gfull = p.insert(ops.bucket, (like, holes, unit.spec.encode()), before, role, f"{unit.name}_gfull")
     p.insert(ops.pack, (gfull, grads, offsets, scale), before, Role(Kind.PACK, unit.name))
     return gfull
-
-
-def _contiguous(shape: torch.Size) -> list[int]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return strides[::-1]
 
 
 def _after(p: Program, grads: list[Node]) -> Node:
