@@ -348,6 +348,8 @@ def adapted(folder: str) -> dict[str, Any]:
     """LoRA's adapters on a frozen base, by Trainer, under DDP and under ours, with other ranks' base on meta."""
     from peft import LoraConfig, get_peft_model
 
+    import mfsdp.integrations.accelerate  # noqa: F401
+
     def build() -> nn.Module:
         torch.manual_seed(0)
         base = llama(1)
