@@ -100,12 +100,12 @@ def database(samples: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [2, pytest.param(6, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("samples", [3, pytest.param(6, marks=pytest.mark.exhaustive)])
 def test_every_operator_is_right_or_refused_on_all_ranks(two_ranks, samples):
     """An operator that ranks do not refuse alike would end as an error of ranks that have gone apart."""
     for told in two_ranks.run(database, samples, timeout=600):
         assert not told["wrong"]
-        assert {"add", "bernoulli", "max.reduction_no_dim"} <= set(told["right"])
+        assert {"add", "bernoulli", "any", "max.reduction_no_dim", "sum"} <= set(told["right"])
         assert {"sort", "cumsum", "max.reduction_with_dim", "nn.functional.linear"} <= set(told["refused"])
 
 

@@ -109,6 +109,7 @@ def on_a_mesh(kind: str, outer_strategy: str, lowering: str) -> dict[str, float]
 @pytest.mark.dist
 def test_on_four_ranks(four_ranks):
     found = [
+        *four_ranks.run(trained, "nested", "eager", F32),
         *four_ranks.run(on_a_mesh, "nested", "no_shard", "none"),
         *four_ranks.run(on_a_mesh, "torchao int8", "optim", "none"),
         *four_ranks.run(on_a_mesh, "nested", "optim", "eager"),

@@ -2,8 +2,9 @@
 
 `step_tracer` records what the optimizer does to one flat tensor, and Inductor compiles the recording. Ranges of one
 kind share a graph, whatever their lengths, so compile time depends neither on depth nor on the number of sizes. Numbers
-are inputs, so schedulers cause no recompile. ``torch.compile(optimizer.step)`` is as fast, but recompiles for every new
-learning rate, and steps all ranges at once: no gather could be launched between them (docs/internals/measurements.md).
+are inputs, so schedulers cause no recompile. ``torch.compile(optimizer.step)`` is about as fast, but recompiles for
+every new learning rate, and steps all ranges at once: no gather could start between them
+(docs/internals/measurements.md).
 """
 
 from __future__ import annotations
