@@ -110,6 +110,39 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
     assert did["all_reduce"] == (3 if place in ("no_shard", "hsdp") else 0), did
 
 
+def test_a_graph_break_is_one_of_the_class_until_dynamo_is_reset(eight):
+    """Dynamo skips the code of the root's forward from then on, which all sharded models of a class share."""
+
+    def programs(broken: bool = False) -> int:
+        model = GPT(tied=False, width=24, break_graph=broken)
+        run = torch.compile(mfsdp.fully_shard(model, units=[Block]), backend="mfsdp", options={"lowering": "eager"})
+        seen = Programs()
+        with instrumentation.observed(seen):
+            run(torch.randint(31, (4, 8))).square().mean().backward()
+        return seen.count
+
+    torch._dynamo.reset()
+    assert programs() == 2
+    with pytest.warns(UserWarning, match="look for a graph break"):
+        assert programs(broken=True) > 2
+    assert programs() > 2
+    torch._dynamo.reset()
+    assert programs() == 2
+
+
+class Programs:
+    """Counts programs as they run."""
+
+    count = 0
+
+    def program(self, outline: Any, run: Any, args: list[Any]) -> Any:
+        self.count += 1
+        return run(args)
+
+    def operation(self, name: str, kernel: Any, args: tuple[Any, ...]) -> Any:
+        return kernel(*args)
+
+
 @pytest.mark.slow
 def test_a_program_says_which_static_buffers_it_needs(eight, monkeypatch):
     """Before it begins: on a GPU they are made then."""
