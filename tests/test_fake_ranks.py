@@ -46,7 +46,7 @@ def eight() -> Iterator[None]:
 
 
 class Counted:
-    """Counts operations of programs as they run, and rooms that were not in the static buffer that was meant."""
+    """Counts programs and their operations as they run, and rooms that were not in the static buffer that was meant."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.operations: Counter[str] = Counter()
@@ -63,6 +63,7 @@ class Counted:
         monkeypatch.setattr(static_buffers, "room", noted)
 
     def program(self, outline: Any, run: Any, args: list[Any]) -> Any:
+        self.operations["program"] += 1
         return run(args)
 
     def operation(self, name: str, kernel: Any, args: tuple[Any, ...]) -> Any:
@@ -110,37 +111,37 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
     assert did["all_reduce"] == (3 if place in ("no_shard", "hsdp") else 0), did
 
 
-def test_a_graph_break_is_one_of_the_class_until_dynamo_is_reset(eight):
-    """Dynamo skips the code of the root's forward from then on, which all sharded models of a class share."""
+def test_a_graph_break_affects_all_models_of_the_class_until_dynamo_is_reset(eight, monkeypatch):
+    """Dynamo skips the code of the root's forward, which sharded models of a class share."""
+    counted = Counted(monkeypatch)
 
-    def programs(broken: bool = False) -> int:
-        model = GPT(tied=False, width=24, break_graph=broken)
+    def did(broken: bool = False) -> tuple[int, int]:
+        model = GPT(tied=False, width=24)
+        if broken:
+            model.norm = Broken(24)
         run = torch.compile(mfsdp.fully_shard(model, units=[Block]), backend="mfsdp", options={"lowering": "eager"})
-        seen = Programs()
-        with instrumentation.observed(seen):
+        counted.operations.clear()
+        with instrumentation.observed(counted):
             run(torch.randint(31, (4, 8))).square().mean().backward()
-        return seen.count
+        return counted.operations["program"], counted.operations["accumulate"]
 
     torch._dynamo.reset()
-    assert programs() == 2
+    assert did() == (2, 3)
     with pytest.warns(UserWarning, match="look for a graph break"):
-        assert programs(broken=True) > 2
-    assert programs() > 2
+        programs, accumulated = did(broken=True)
+    assert programs > 2 and accumulated == 2
+    _, accumulated = did()
+    assert accumulated == 2, "the root is compiled"
     torch._dynamo.reset()
-    assert programs() == 2
+    assert did() == (2, 3)
 
 
-class Programs:
-    """Counts programs as they run."""
+class Broken(nn.LayerNorm):
+    """A norm that Dynamo cannot trace as one."""
 
-    count = 0
-
-    def program(self, outline: Any, run: Any, args: list[Any]) -> Any:
-        self.count += 1
-        return run(args)
-
-    def operation(self, name: str, kernel: Any, args: tuple[Any, ...]) -> Any:
-        return kernel(*args)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
 
 
 @pytest.mark.slow
