@@ -241,10 +241,15 @@ def _subclass(
 
 
 def _forward(base: type[nn.Module], is_unit: bool, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the forward of a sharded class: ``call``, in a scope of the eager fallback."""
+    """Returns the forward of a sharded class: ``call``, in a scope of the eager fallback.
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A graph break inside a `try` makes Dynamo run this frame as plain Python, which opens the scope.
+    Note [Graph breaks]
+    A graph break inside a ``try`` makes Dynamo run the frame's code as plain Python from then on, for all calls of all
+    models that share it. A unit's forward therefore has the ``try`` one frame below, which is compiled only as part of
+    this one: a break ends the graph at the call, guarded by arguments, mode, and whether gradients are enabled.
+    """
+
+    def scoped(self: Any, *args: Any, **kwargs: Any) -> Any:
         nothing = torch.compiler.is_compiling() or (self._mfsdp_unit.open and not torch.is_grad_enabled())
         scope = None if nothing else eager.scope(self, is_unit)
         try:
@@ -256,7 +261,15 @@ def _forward(base: type[nn.Module], is_unit: bool, call: Callable[..., Any]) -> 
             if scope is not None:
                 scope.close()
 
-    return functools.wraps(base.forward)(own_code(forward, base.__name__))
+    scoped = own_code(scoped, base.__name__)
+    if is_unit:
+        eager.never_a_frame(scoped)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bool(self.training)  # Dynamo guards what is read
+        return scoped(self, *args, **kwargs)
+
+    return functools.wraps(base.forward)(own_code(forward, base.__name__) if is_unit else scoped)
 
 
 def _copying(base: type[nn.Module]) -> Methods:
