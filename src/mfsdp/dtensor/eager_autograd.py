@@ -134,7 +134,8 @@ def call(
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     ours: list[Any] = [t for t in tensors if isinstance(t, sharded)]
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-        if not _fits_whole_only(function, way, tensors, ours):
+        plain = [t for t in tensors if not isinstance(t, sharded) and t.dim()]
+        if not _fits_whole_only(function, way, plain, ours):
             return native(function, args, kwargs)
     elif differentiates and len(ours) == len(tensors):
         first = ours[0]._sharding
@@ -164,13 +165,12 @@ def _into_plain(function: Function, args: Args, sharded: type[torch.Tensor]) -> 
     return name.endswith("_") and bool(args) and isinstance(args[0], torch.Tensor) and not isinstance(args[0], sharded)
 
 
-def _fits_whole_only(function: Function, way: Way, tensors: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
+def _fits_whole_only(function: Function, way: Way, plain: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
     """Whether a parameter meets plain tensors that its rows do not fit (a product, a broadcast). Optimizers do not do
     this, so what they cannot compute on rows is refused, not gathered.
     """
     if function in _VIEWS or getattr(function, "__name__", "") in _OTHER or way is Way.NATIVE:
         return False
-    plain = [t for t in tensors if not any(t is o for o in ours) and t.dim()]
     if not plain or not any(isinstance(t, torch.nn.Parameter) for t in ours):
         return False
     return way is not Way.ELEMENTWISE or any(t.shape != ours[0].shape for t in plain)
