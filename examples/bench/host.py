@@ -1,8 +1,10 @@
-"""Host time of the operations of a step, without compute: ``python examples/bench/host.py``.
+"""Host time of a step's operations, and of whole steps beside FSDP2's: ``python examples/bench/host.py [--steps]``.
 
 Two programs, as the backend would drive them: every unit is gathered in forward; gathered, packed, reduced and
 accumulated in backward. Gradients go through the dispatcher into the bucket, as from a compiled body. Tensors are tiny.
 The process group is fake: with ``--transport none`` nothing is launched, with ``torch`` torch's own collectives are.
+
+With ``--steps``: a GPT of tiny blocks, one per unit; forward and backward, then clipping, AdamW and ``zero_grad``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from gpt import GPT
+from gpt import Block as Layer
 from torch import fx, nn
+from torch.distributed import fsdp
 from torch.fx import Node
 
 import mfsdp
@@ -204,12 +209,53 @@ def report(units: int, world: int, transport: str, rounds: int) -> None:
         print(f"    {name.removeprefix('bucket, '):<32}{1e6 * (took[name] - before) / units:7.2f}")
 
 
+def contender(name: str, layers: int) -> list[Callable[[], Any]]:
+    """A model's forward and backward, and what follows them in a step."""
+    torch.manual_seed(0)
+    model = GPT(layers, 2 * WIDTH, heads=2, vocabulary=64, length=16)
+    run: Any = model
+    if name == "torch.compile":
+        run = torch.compile(model, dynamic=False)
+    elif name.startswith("FSDP2"):
+        for block in model.blocks:
+            if name == "FSDP2, layers compiled":
+                block.compile(dynamic=False)
+            fsdp.fully_shard(block)
+        fsdp.fully_shard(model)
+    else:
+        run = torch.compile(mfsdp.fully_shard(model, units=[Layer]), backend="mfsdp", dynamic=False)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
+    if name == "mfsdp, its optimizer":
+        optimizer = mfsdp.fully_shard_optimizer(optimizer)
+    ids = torch.randint(0, 64, (1, 4))
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return [lambda: run(ids).backward(), update]
+
+
+def steps(layers: int, world: int, rounds: int) -> None:
+    names = ("torch.compile", "FSDP2", "FSDP2, layers compiled", "mfsdp", "mfsdp, its optimizer")
+    with mfsdp.fake_ranks(world):
+        took = seconds([part for name in names for part in contender(name, layers)], rounds)
+    print(f"{layers} layers, {world} ranks, ms{'forward, backward':>31}{'clip, step, zero':>18}")
+    for name, compute, update in zip(names, took[::2], took[1::2], strict=True):
+        print(f"    {name:<28}{1e3 * compute:17.2f}{1e3 * update:18.2f}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--units", type=int, default=32)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--transport", choices=("none", "torch", "mirror"), default="torch")
     parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--steps", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    report(args.units, args.world, args.transport, args.rounds)
+    if args.steps:
+        steps(args.units, args.world, args.rounds)
+    else:
+        report(args.units, args.world, args.transport, args.rounds)
