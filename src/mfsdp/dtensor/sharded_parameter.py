@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch._guards import TracingContext
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .shard_spec import ShardSpec
@@ -146,7 +147,8 @@ def _autograd_view(param: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         grad = torch.Tensor.grad.__get__(param)  # type: ignore[union-attr]
         torch.Tensor.grad.__set__(param, None)  # type: ignore[union-attr]
-    rows = grad._local_tensor if isinstance(grad, ShardedDTensor) else param._sharding.part(grad)
+    cut = isinstance(grad, DTensor) and grad._spec.placements == param._spec.placements  # torch 2.11 makes it a DTensor
+    rows = grad._local_tensor if cut else param._sharding.part(grad)
     if param._mfsdp_owner is not None:
         param._mfsdp_owner.gradients.bring(param._sharding.slot, rows)
     elif param._mfsdp_grad is None:
