@@ -45,15 +45,19 @@ LONGEST = (
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether a file has none of the tests that are asked for, by a mark of all that are in it: to import it, and the
-    framework that it tests, takes seconds.
+    """Whether a file has none of the tests that are asked for: with ``-m gpu``, if none is marked; without some marks,
+    if all are. To import it, and the framework that it tests, takes seconds, or fails on a machine as it is.
     """
-    left_out = re.fullmatch(r"not \w+( and not \w+)*", config.getoption("-m"))
-    if left_out is None or not collection_path.match("test_*.py"):
+    if not collection_path.match("test_*.py"):
         return None
-    of_all = re.search(r"^pytestmark = (.*?)^\S", collection_path.read_text(), re.MULTILINE | re.DOTALL)
+    text, asked = collection_path.read_text(), config.getoption("-m")
+    if asked == "gpu":
+        return True if "pytest.mark.gpu" not in text else None
+    if re.fullmatch(r"not \w+( and not \w+)*", asked) is None:
+        return None
+    of_all = re.search(r"^pytestmark = (.*?)^\S", text, re.MULTILINE | re.DOTALL)
     marks = re.findall(r"pytest\.mark\.(\w+)", of_all[1]) if of_all else []
-    return True if {f"not {mark}" for mark in marks} & set(left_out[0].split(" and ")) else None
+    return True if {f"not {mark}" for mark in marks} & set(asked.split(" and ")) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ import mfsdp
 from mfsdp.runtime import devices
 from mfsdp.sharding.commit import device_of, move_buffers
 from mfsdp.sharding.rollback import Rollback
+from tests.conftest import TELLING
 
 ROOT = Path(__file__).parent.parent
 
@@ -158,6 +160,32 @@ def test_make_gpu_fails_when_a_test_does(tmp_path, torch_says, failing, status):
     assert done.returncode == status, done.stdout + done.stderr
     assert ("tested" in done.stdout) == ("True" in torch_says)
     assert ("nothing was run" in done.stdout) == ("False" in torch_says)
+
+
+BARE = """
+import builtins, importlib.util, sys
+absent = "accelerate hypothesis lightning matplotlib megatron peft safetensors torchao transformers trl xdist".split()
+imports, finds = builtins.__import__, importlib.util.find_spec
+def imported(name, *args, **kwargs):
+    if name.partition(".")[0] in absent and name not in sys.modules:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return imports(name, *args, **kwargs)
+def found(name, *args, **kwargs):
+    return None if name.partition(".")[0] in absent else finds(name, *args, **kwargs)
+builtins.__import__, importlib.util.find_spec = imported, found
+import pytest
+sys.exit(pytest.main(["-m", "gpu", "--collect-only"]))
+"""
+
+
+@pytest.mark.slow
+def test_make_gpu_needs_torch_and_pytest_only():
+    """It finds its tests on a machine as it is (SYSTEM=1), the most telling first."""
+    bare = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, env=bare, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    files = list(dict.fromkeys(re.findall(r"^tests/(\w+)\.py::", done.stdout, re.MULTILINE)))
+    assert files == [name for name in TELLING if name in files] and {"test_gpu", "test_nccl"} <= {*files}
 
 
 def test_variables_that_keep_communication_from_overlapping_are_named(monkeypatch):

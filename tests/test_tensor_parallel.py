@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -372,6 +371,8 @@ def resumed(folder: str) -> list[str]:
         if not all(torch.equal(full(optimizer.state[p]["exp_avg"]), plain.state[q]["exp_avg"]) for p, q in pairs):
             wrong.append(f"{kind}, moments")
     if dist.get_rank() == 0:
+        from safetensors.torch import load_file  # not on every machine that runs `make gpu`
+
         mfsdp.convert(f"{folder}/run", f"{folder}/files")
         found = load_file(f"{folder}/files/model.safetensors")
         wrong += [n for n, q in reference.named_parameters() if not torch.equal(found[n], q)]
