@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import logging
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +16,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import mfsdp
+from mfsdp import pipeline
 from mfsdp.config import best_effort
 from mfsdp.config.hardware import KNOWN
 from mfsdp.config.options import Options
 from mfsdp.cost_model import fusion
 from mfsdp.cost_model.auto_prefetch import AutoPrefetch
+from mfsdp.ir import ops
+from mfsdp.ir.program import Program
+from mfsdp.ir.verifier import InvariantError
+from tests.conftest import ROOT
 from tests.helpers.models import GPT, MLP, Block
+from tests.helpers.toys import toy2
 
 SPOILED = {
     "outline": "mfsdp.compiler.program_info.outline",
@@ -86,6 +95,74 @@ def test_a_step_goes_on_without(name, monkeypatch, tmp_path, said):
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None)
         assert q.grad is None or torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-7)
+
+
+ELSEWHERE = {
+    "auto_prefetch.py": "test_what_decides_by_an_estimate_takes_the_default",
+    "schedule_offload.py": "test_what_decides_by_an_estimate_takes_the_default",
+    "pipeline.py, around": "test_a_fault_of_a_pass_is_told_without_the_listing",
+}
+
+
+def places() -> set[tuple[str, int]]:
+    """Returns the file and line of each call of ``only_tells``."""
+    found = set()
+    for path in [*Path(mfsdp.__file__).parent.rglob("*.py"), *(ROOT / "passes").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "only_tells":
+                around = ", around" if "the fault" in ast.unparse(node.args[0]) else ""
+                if path.name + around not in ELSEWHERE:
+                    found.add((path.name, node.lineno))
+    return found
+
+
+@pytest.mark.slow
+def test_a_step_goes_on_without_any_of_it(monkeypatch, tmp_path):
+    """All that only tells raises at once; then all but what begins dumps and outlines, to come to what is in them."""
+    torch.manual_seed(0)
+    reference = GPT(layers=1)
+    x, reached, spared = torch.randint(31, (2, 8)), set[tuple[str, int]](), list[str]()
+    reference(x).square().mean().backward()
+    real = best_effort.only_tells
+
+    def spoiled(missing: str, otherwise: Any, tell: Any, *args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1)
+        reached.add((Path(caller.f_code.co_filename).name, caller.f_lineno))
+        return real(missing, otherwise, tell if missing in spared else raises, *args, **kwargs)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "only_tells", None) is real:
+            monkeypatch.setattr(module, "only_tells", spoiled)
+    for again in (False, True):
+        spared += ["files in dump=", "names of operations in errors, stacks and profiles"] if again else []
+        torch._dynamo.reset()
+        fusion._formula.cache_clear()
+        options = {"lowering": "eager", "dump": str(tmp_path), "frames": True}
+        model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block])
+        with mfsdp.ranges(), best_effort.listening(print):
+            best_effort.doing("what a planner does")
+            torch.compile(nn.Linear(3, 3), backend="mfsdp")(torch.ones(1, 3))  # not sharded
+            run = torch.compile(model, backend="mfsdp", fullgraph=True, options=options)
+            run(x).square().mean().backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-7)
+    fusion._formula.cache_clear()
+    assert places() <= reached, "these were not reached: make them raise here, or in a test that ELSEWHERE names"
+
+
+def test_a_fault_of_a_pass_is_told_without_the_listing(monkeypatch, said):
+    def early(p: Program) -> None:
+        p.move([p.results()[0]], p.start())
+
+    def lost(p: Program) -> None:
+        p.erase(next(n for n in p.nodes if n.target is ops.accumulate))
+
+    monkeypatch.setattr("mfsdp.ir.printer.around", raises)
+    with pytest.raises(pipeline.PassError, match="after early: .* move both"):
+        pipeline.run(toy2("forward"), passes=(*pipeline.PIPELINE, ("early", early)))
+    with pytest.raises(InvariantError, match="after lost: "):
+        pipeline.run(toy2("backward"), passes=(*pipeline.PIPELINE, ("lost", lost)))
+    assert len(said) == 1 and "without the listing around the fault" in said[0]
 
 
 def test_what_decides_by_an_estimate_takes_the_default(monkeypatch, said):

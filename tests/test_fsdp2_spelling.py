@@ -297,6 +297,8 @@ def test_methods_that_mean_something():
     model.set_separate_reduce_scatter_group()
     model.set_reduce_scatter_unused_params(False)
     model.set_allocate_memory_from_process_group_for_comm(False)
+    model.set_keep_unsharded_storage(True)  # torch 2.15
+    model.set_manual_backward_finalization(False)  # torch 2.15
     model.set_reduce_scatter_divide_factor(3.0)
     assert model._mfsdp_unit.buffers[0].spec.divide == 3.0
     assert model.unshard() is None
@@ -324,6 +326,8 @@ def test_methods_that_mean_something():
         ("set_separate_reduce_scatter_group", False, "a process group of their own"),
         ("set_reduce_scatter_unused_params", True, "for units that a rank does not use: fully_shard"),
         ("set_allocate_memory_from_process_group_for_comm", True, "allocated as tensors"),
+        ("set_manual_backward_finalization", True, "finishes its reductions by itself"),  # torch 2.15
+        ("finalize_backward", None, "mfsdp.no_sync holds them back"),  # torch 2.15
     ],
 )
 def test_methods_that_raise(name, argument, message):
