@@ -1,12 +1,14 @@
 """What the first call costs, cold, and from caches in a new process: ``python examples/bench/compile_time.py``.
 
 Each case is a process of its own, on one rank of a fake group; its processor time, the C++ compiler's not counted (its
-results are there before). ``--capture N`` captures N layers of Llama-3-405B instead, on the meta device.
+results are there before). ``--threads 1 2`` has all caches empty, and one or two workers that compile C++: wall time.
+``--capture N`` captures N layers of Llama-3-405B instead, on the meta device.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import fsdp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
@@ -28,7 +31,7 @@ WIDTH, BATCH, TOKENS = 384, 2, 256
 
 def first_call(kind: str, layers: int) -> dict[str, float]:
     """Seconds of the first forward and backward, and of another. ``kind``: ``plain`` (torch.compile alone), ``mfsdp``,
-    ``whole`` (one graph), ``flat`` (no layer captured for others).
+    ``whole`` (one graph), ``flat`` (no layer captured for others), ``fsdp2`` (FSDP2, each block compiled).
     """
     from gpt import GPT, Block
 
@@ -38,9 +41,17 @@ def first_call(kind: str, layers: int) -> dict[str, float]:
     torch.manual_seed(0)
     model: Any = GPT(layers, WIDTH)
     options = {"lowering": "whole"} if kind == "whole" else {}
-    if kind != "plain":
+    run: Any = model
+    if kind == "fsdp2":
+        for block in model.blocks:
+            block.compile(dynamic=False)
+            fsdp.fully_shard(block)
+        fsdp.fully_shard(model)
+    elif kind == "plain":
+        run = torch.compile(model, dynamic=False)
+    else:
         mfsdp.fully_shard(model, units=[Block], device="cpu")
-    run = torch.compile(model, dynamic=False, **({} if kind == "plain" else {"backend": "mfsdp", "options": options}))
+        run = torch.compile(model, dynamic=False, backend="mfsdp", options=options)
     ids = torch.randint(0, 1024, (BATCH, TOKENS))
     times = []
     for _ in range(2):
@@ -100,12 +111,25 @@ def table(kinds: list[str], layers: list[int], rounds: int) -> None:
                     )
 
 
+def empty_caches(kinds: list[str], layers: list[int], rounds: int, threads: list[int]) -> None:
+    """Prints the first calls with empty caches, C++ included, the least of several."""
+    for n in layers:
+        for kind, workers in itertools.product(kinds, threads):
+            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(workers)
+            walls = []
+            for _ in range(rounds):
+                with tempfile.TemporaryDirectory() as cache:
+                    walls.append(apart(cache, kind, n)["wall"])
+            print(f"empty caches, {n} layers, {kind}, {workers} workers: first call {min(walls):.1f} s", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kinds", nargs="+", default=["plain", "mfsdp", "flat"])
     parser.add_argument("--layers", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--capture", type=int)
+    parser.add_argument("--threads", nargs="+", type=int)
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -113,5 +137,7 @@ if __name__ == "__main__":
         print(json.dumps(first_call(chosen.case[0], int(chosen.case[1]))))
     elif chosen.capture:
         print(json.dumps(captured(chosen.capture)))
+    elif chosen.threads:
+        empty_caches(chosen.kinds, chosen.layers, chosen.rounds, chosen.threads)
     else:
         table(chosen.kinds, chosen.layers, chosen.rounds)
