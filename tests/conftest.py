@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Record(config.getoption("--record")))
 
 
-TELLING = ("test_gpu", "test_nccl", "test_fake_ranks", "test_te", "test_races", "test_host")
+TELLING = ("test_nccl", "test_gpu", "test_fake_ranks", "test_te", "test_races", "test_host")
 """Files in the order in which ``-m gpu`` runs them; others come behind."""
 
 
