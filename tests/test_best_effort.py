@@ -25,6 +25,7 @@ from mfsdp.cost_model.auto_prefetch import AutoPrefetch
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program
 from mfsdp.ir.verifier import InvariantError
+from mfsdp.runtime import instrumentation
 from tests.conftest import ROOT
 from tests.helpers.models import GPT, MLP, Block
 from tests.helpers.toys import toy2
@@ -141,6 +142,7 @@ def test_a_step_goes_on_without_any_of_it(monkeypatch, tmp_path):
         model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block])
         with mfsdp.ranges(), best_effort.listening(print):
             best_effort.doing("what a planner does")
+            instrumentation.frame.cache_clear()
             torch.compile(nn.Linear(3, 3), backend="mfsdp")(torch.ones(1, 3))  # not sharded
             run = torch.compile(model, backend="mfsdp", fullgraph=True, options=options)
             run(x).square().mean().backward()
