@@ -25,6 +25,7 @@ from mfsdp import pipeline
 from mfsdp.compiler import lowering
 from mfsdp.compiler.capture import Capture
 from mfsdp.compiler.tracing import Programs
+from mfsdp.config import best_effort
 from mfsdp.config.hardware import hardware
 from mfsdp.config.layer_choices import Choice
 from mfsdp.cost_model import op_cost
@@ -409,6 +410,19 @@ def test_forward_waits_where_a_copy_is_complete(copying, waited):
     before, between = names[:at], names[at : names.index("wait addmm_2_host")]
     products = [[n for n in part if n.startswith("addmm") and "host" not in n] for part in (before, between)]
     assert products[0][-1] == "addmm_2" and len(products[1]) == waited, names
+
+
+@pytest.mark.slow
+def test_without_times_copies_are_placed_by_the_lag():
+    def pace(p: Program) -> dict[Node, float]:
+        raise ValueError("no times")
+
+    programs = traced("blocks.0")[0], traced("blocks.0")[0]
+    best_effort._said.clear()
+    with mock.patch.object(best_effort.log, "warning") as said:
+        for program, how in zip(programs, ({}, {"pace": pace}), strict=True):
+            pipeline.run(program, passes=pipeline.table(**how), listings=False)
+    assert order(programs[0]) == order(programs[1]) and "times by which copies" in said.call_args[0][1]
 
 
 @pytest.mark.parametrize("copying", [0.0, 1.0, 3.5, 100.0])
