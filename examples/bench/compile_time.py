@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import fsdp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
@@ -33,7 +32,7 @@ def first_call(kind: str, layers: int) -> dict[str, float]:
     """Seconds of the first forward and backward, and of another. ``kind``: ``plain`` (torch.compile alone), ``mfsdp``,
     ``whole`` (one graph), ``flat`` (no layer captured for others), ``fsdp2`` (FSDP2, each block compiled).
     """
-    from gpt import GPT, Block
+    from gpt import GPT, Block, fsdp2
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     if kind == "flat":
@@ -43,10 +42,7 @@ def first_call(kind: str, layers: int) -> dict[str, float]:
     options = {"lowering": "whole"} if kind == "whole" else {}
     run: Any = model
     if kind == "fsdp2":
-        for block in model.blocks:
-            block.compile(dynamic=False)
-            fsdp.fully_shard(block)
-        fsdp.fully_shard(model)
+        fsdp2(model, compiled=True)
     elif kind == "plain":
         run = torch.compile(model, dynamic=False)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import fsdp
 
 
 class Block(nn.Module):
@@ -34,3 +35,13 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+def fsdp2(model: GPT, compiled: bool) -> GPT:
+    """Shards a model by FSDP2, one block per unit, each compiled or not."""
+    for block in model.blocks:
+        if compiled:
+            block.compile(dynamic=False)
+        fsdp.fully_shard(block)
+    fsdp.fully_shard(model)
+    return model

@@ -17,10 +17,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from gpt import GPT
+from gpt import GPT, fsdp2
 from gpt import Block as Layer
 from torch import fx, nn
-from torch.distributed import fsdp
 from torch.fx import Node
 
 import mfsdp
@@ -217,11 +216,7 @@ def contender(name: str, layers: int) -> list[Callable[[], Any]]:
     if name == "torch.compile":
         run = torch.compile(model, dynamic=False)
     elif name.startswith("FSDP2"):
-        for block in model.blocks:
-            if name == "FSDP2, layers compiled":
-                block.compile(dynamic=False)
-            fsdp.fully_shard(block)
-        fsdp.fully_shard(model)
+        fsdp2(model, compiled=name != "FSDP2")
     else:
         run = torch.compile(mfsdp.fully_shard(model, units=[Layer]), backend="mfsdp", dynamic=False)
     optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
