@@ -25,19 +25,23 @@ from tests.helpers.models import CASES, GPT, Block
 from tests.helpers.parity import batches, build, compiled, whole
 from tests.helpers.without_inductor import without_inductor
 
+GATHERED = {"one by one": {}, "one rank": {"world": 1}, "kept": {"strategy": 0}}
+"""How layers get their weights: each before it runs, or without an operation between layers."""
+
 
 @cache
-def traced(layers: int, train: bool = True) -> Programs:
+def traced(layers: int, train: bool = True, gathered: str = "one by one") -> Programs:
     with torch.device("meta"):
         model, ids = GPT(layers=layers), torch.empty(2, 8, dtype=torch.long)
-    programs = mfsdp.trace(model, (ids,), world=2, units=[Block], lowering="stitched", train=train)
+    more: dict[str, Any] = {"world": 2, "units": [Block], **GATHERED[gathered]}
+    programs = mfsdp.trace(model, (ids,), lowering="stitched", train=train, **more)
     for program in programs:
         pipeline.run(program, listings=False)
     return programs
 
 
-def program(layers: int, phase: str) -> Program:
-    found = getattr(traced(layers, phase != "inference"), phase).copy()
+def program(layers: int, phase: str, gathered: str = "one by one") -> Program:
+    found = getattr(traced(layers, phase != "inference", gathered), phase).copy()
     lowering.strip(found.gm)
     return found
 
@@ -51,11 +55,26 @@ PHASES = ["forward", "backward", "inference"]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("gathered", GATHERED)
 @pytest.mark.parametrize("phase", PHASES)
-def test_kinds_do_not_grow_with_depth(phase):
-    few, many = (steps(program(layers, phase))[1] for layers in (4, 6))
-    assert len(many) > len(few)
-    assert len({s.kind() for s in many}) == len({s.kind() for s in few}) < 8
+def test_kinds_do_not_grow_with_depth(phase, gathered):
+    """Neither in number nor in size; all layers of backward, and all of forward but the first, are of one."""
+    few, many = ([s.kind for s in steps(program(n, phase, gathered))[1]] for n in (5, 7))
+    assert len(many) > len(few) and set(many) == set(few) and len(set(few)) < 8
+    layers = [kind for kind in few if "scaled_dot_product" in str(kind)]
+    assert len(layers) == 5 and len(set(layers)) == (1 if phase == "backward" else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_dies_is_of_a_kind(phase):
+    """The first subgraph of a kind is compiled for all: what it may overwrite, the others must not read later."""
+    dying: dict[Any, set[Any]] = {}
+    for s in steps(program(4, phase))[1]:
+        dying.setdefault(s.kind, set()).add(tuple(s.inputs.index(n) for n in s.dying))
+    assert all(len(places) == 1 for places in dying.values()) and (
+        phase == "inference" or any(map(any, dying.values()))
+    )
 
 
 @pytest.mark.slow

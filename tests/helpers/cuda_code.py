@@ -6,6 +6,7 @@ is told of. What autograd and decompositions choose by device (attention, random
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from torch.utils import _triton
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import attention_masks, lowering, schedule_check, tracing
+from mfsdp.compiler import attention_masks, lowering, schedule_check, stitched, tracing
 from mfsdp.compiler.capture import Capture
 from mfsdp.ir import ops
 from mfsdp.ir.program import Phase, Program, view_of
@@ -78,8 +79,11 @@ def written(
     world: int = 8,
     lower: Callable[..., Any] = lowering.inductor,
     passes: pipeline.Table = pipeline.PIPELINE,
+    split: bool = False,
 ) -> dict[Phase, Written]:
-    """The same of a model and its inputs, through given passes."""
+    """The same of a model and its inputs, through given passes. ``split``: as the default lowering compiles it, in
+    subgraphs; the code of each stands as often as it is called.
+    """
     out: dict[Phase, Written] = {}
 
     def lowered(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, keep: lowering.Transform) -> Any:
@@ -91,7 +95,7 @@ def written(
         def compile(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
             mine = out["backward" if kwargs.get("is_backward") else "forward"]
             with pretended():
-                mine.code, mine.padded, mine.nbytes = inductors(graph, moved(graph), **kwargs)
+                mine.code, mine.padded, mine.nbytes = (subgraphs if split else inductors)(graph, moved(graph), **kwargs)
             return lowering._nothing(graph, example)
 
         return lower(gm, inputs, capture, transform, compile=compile)
@@ -258,3 +262,24 @@ def inductors(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> t
             if not found:
                 raise
     return found[0]
+
+
+@dataclass
+class _Body:
+    """A compiled kind of subgraph."""
+
+    source_code: str
+    nbytes: int
+
+
+def subgraphs(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> tuple[str, bool, int]:
+    """The same of a graph's subgraphs, in the order of their calls, behind the driver that calls them."""
+
+    def each(part: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> _Body:
+        code, _, nbytes = inductors(part, inputs, **more)
+        return _Body(code, nbytes)
+
+    found: Any = stitched.stitched(each, each)(graph, example, **kwargs)
+    called = [found.bodies[name] for name in re.findall(r"(Body\d+)\(Given\)", found.driver)]
+    assert called
+    return "\n".join([found.driver, *(body.source_code for body in called)]), False, sum(b.nbytes for b in called)

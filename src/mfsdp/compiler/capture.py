@@ -247,6 +247,7 @@ class Capture(CustomPartitionerFn):
     def program(self, gm: fx.GraphModule, phase: Phase) -> Program:
         if phase == "inference":
             self.cut = True
+            joint_graph.name_layers(gm)
             outlining.inline(gm)
             self.label(gm)
             return_copies(gm)

@@ -163,9 +163,9 @@ def _shard_of(node: object) -> str:
     return r.unit if r is not None and r.kind is Kind.SHARD else ""
 
 
-def name_layers(joint: fx.GraphModule) -> None:
-    """Records the layer of every node of a joint graph, which AOTAutograd passes on in several ways."""
-    for node in joint.graph.nodes:
+def name_layers(gm: fx.GraphModule) -> None:
+    """Records the layer of every node of a graph of AOTAutograd, which passes it on in several ways."""
+    for node in gm.graph.nodes:
         if node.op == "call_function" and node.target is not ops.param:
             path = node.meta.get("custom", {}).get(LAYER) if node.target is CALL else layer_of(node)
             if path:

@@ -127,7 +127,7 @@ def stitched(whole: Compile, each: Compile) -> Compile:
         names: dict[Subgraph, str] = {}
         dying: dict[str, list[int]] = {}
         for subgraph in (step for step in steps if isinstance(step, Subgraph)):
-            name = names[subgraph] = kinds.setdefault(subgraph.kind(), f"Body{len(kinds)}")
+            name = names[subgraph] = kinds.setdefault(subgraph.kind, f"Body{len(kinds)}")
             if name not in bodies:
                 dying[name] = [i for i, n in enumerate(subgraph.inputs) if n in subgraph.dying]
                 compiled = partial(_body, subgraph, dying[name], each, kwargs)

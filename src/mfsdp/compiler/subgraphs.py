@@ -3,38 +3,44 @@
 Note [Subgraphs]
 A schedule has few operations, and the compute between them repeats from layer to layer. So a program is split into
 *steps*: an operation of the schedule, a view that such an operation reads, or a *subgraph*, all compute up to the next
-operation. Subgraphs that do the same to tensors of the same shapes are of one *kind* and are compiled once: the number
-of kinds does not grow with depth.
+operation. Subgraphs that do the same to tensors of the same shapes are of one *kind* and are compiled once: neither
+the number of kinds nor their size grows with depth.
 
+* Where layers repeat and no operation stands between them (one rank, weights that stay gathered, the head behind the
+  last layer), a subgraph ends behind a layer's last product, with which nothing is fused.
 * Inputs and outputs of a subgraph own their storage. It takes views of inputs itself: no compiled body returns a view
   of its input, and equal layers take equal views.
-* An input without later readers dies in the subgraph. If nothing shares its storage, the body may overwrite it, as a
-  graph compiled in full would.
+* An input without later readers dies in the subgraph. If nothing shares its storage, and it dies in all subgraphs of
+  the kind, the body may overwrite it, as a graph compiled in full would.
 * A compiler fuses only inside a subgraph. That would cost between layers: a layer's norm first reads the residual sum
-  at the end of the layer before. So a run of pointwise compute at the end of a subgraph, on values that are in memory
-  anyway, moves to the next subgraph if its reader there can fuse with it. Pointwise compute at the beginning of a
-  subgraph moves back if it reads the result of such a run and nothing that the operations between them return: for
-  example, the sum of two branches' gradients after the launch of a reduction.
+  at the end of the layer before, and a reduction is launched between the two gradients of a norm. So what follows the
+  last product of a subgraph moves to the next one, if its reader there can fuse with it and it reads no more from
+  memory than it writes. Otherwise, what the next subgraph begins with moves back, if it belongs to the same layer,
+  reads what follows the last product, and reads nothing that the operations between them return.
 * For the same reason a subgraph recomputes values that follow pointwise from its other inputs (the inside of a GELU
   from its argument) instead of keeping them in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import pairwise, takewhile
+from functools import cached_property
+from itertools import groupby, pairwise, takewhile
 
 import torch
 from torch import fx
 from torch.fx import Node
 
-from ..cost_model.fusion import fuses
+from ..cost_model.fusion import flops, fuses
 from ..ir import ops
+from ..ir.byte_costs import nbytes
 from ..ir.fp8_patterns import SCALE
-from ..ir.program import is_element, mutates, operator, view_of
+from ..ir.program import LAYER, is_element, mutates, operator, view_of
 from ..ir.roles import Kind, is_kind
 from .layer_match import described, extracted, lines
+from .outlining import MIN_LAYERS
 
 
 @dataclass(eq=False)
@@ -48,14 +54,14 @@ class Subgraph:
     outputs: list[Node]
     """Values that others read."""
     dying: list[Node] = field(default_factory=list)
-    """Inputs without later readers, whose storage nothing else shares."""
+    """Inputs without later readers, whose storage nothing else shares, here and in the others of its kind."""
 
+    @cached_property
     def kind(self) -> Hashable:
-        """Returns a key that subgraphs share if one compiled body serves them."""
+        """A key that subgraphs share if one compiled body serves them."""
         places = {n: f"%{i}" for i, n in enumerate([*self.inputs, *self.nodes])}
-        inputs = tuple((_described(n), n in self.dying) for n in self.inputs)
         outputs = tuple((places[n], _described(n)) for n in self.outputs)
-        return inputs, lines(self.nodes, places), outputs
+        return tuple(map(_described, self.inputs)), lines(self.nodes, places), outputs
 
     def body(self) -> fx.GraphModule:
         """Returns its compute as a graph of its own. Names of dying inputs' placeholders begin with ``dying``, so that
@@ -88,9 +94,12 @@ def split(gm: fx.GraphModule, donated: Collection[Node] = ()) -> list[Step]:
     Raises:
         CannotSplit: says why the program cannot be split.
     """
-    found = _subgraphs(gm)
-    _move_pointwise(found)
-    return _steps(gm, found, donated)
+    for node in gm.graph.nodes:
+        _validate(gm, node)
+    borders = _borders(gm.graph)
+    found = _subgraphs(gm.graph, borders)
+    _move(found)
+    return _steps(gm.graph, found, borders, donated)
 
 
 class CannotSplit(Exception):
@@ -129,15 +138,61 @@ _Found = dict[Node, int]
 """The subgraph that each compute node is in, by number; views are in none."""
 
 
-def _subgraphs(gm: fx.GraphModule) -> _Found:
+def _is_compute(node: Node) -> bool:
+    return node.op == "call_function" and not scheduled(node) and not is_view(node)
+
+
+def _borders(graph: fx.Graph) -> set[Node]:
+    """Returns the nodes before which a subgraph ends: operations of the schedule, the output, and in layers that repeat
+    what follows the last product, if products of another layer follow before the next operation.
+    """
+    ordered = [n for n in graph.nodes if n.op == "output" or scheduled(n) or _is_compute(n)]
+    runs = [(is_compute, list(nodes)) for is_compute, nodes in groupby(ordered, _is_compute)]
+    borders = {node for is_compute, nodes in runs if not is_compute for node in nodes}
+    between = [_layers(nodes) for is_compute, nodes in runs if is_compute]
+    count = Counter(_operators(layer) for layers in between for layer in layers)
+    following = dict(pairwise(ordered))
+    for layers in between:
+        last = [(product, layer) for layer in layers if (product := _last_product(layer)) is not None]
+        borders.update(following[product] for product, layer in last[:-1] if count[_operators(layer)] >= MIN_LAYERS)
+    return borders
+
+
+def _layers(compute: Iterable[Node]) -> list[list[Node]]:
+    """Splits compute where the layer changes. What belongs to no layer, but stands between nodes of one, is a part of
+    it.
+    """
+    found: list[tuple[str, list[Node]]] = []
+    for path, nodes in groupby(compute, lambda node: node.meta.get(LAYER, "")):
+        if len(found) > 1 and not found[-1][0] and found[-2][0] == path:
+            _, gap = found.pop()
+            found[-1][1].extend([*gap, *nodes])
+        else:
+            found.append((path, list(nodes)))
+    return [nodes for _, nodes in found]
+
+
+def _operators(nodes: Iterable[Node]) -> Hashable:
+    return tuple(node.target for node in nodes)
+
+
+def _last_product(nodes: Sequence[Node]) -> Node | None:
+    """Returns the last matrix product, convolution or attention, or the last element of its result."""
+    return next((n for n in reversed(nodes) if flops(_maker(n))), None)
+
+
+def _maker(value: Node) -> Node:
+    """Returns the node that computes a value."""
+    return value.args[0] if is_element(value) else value  # type: ignore[return-value]
+
+
+def _subgraphs(graph: fx.Graph, borders: Collection[Node]) -> _Found:
     found: _Found = {}
     number = 0
-    for node in gm.graph.nodes:
-        _validate(gm, node)
-        if scheduled(node):
-            number += 1
-        elif node.op == "call_function" and not is_view(node):
-            found[node] = found[node.args[0]] if is_element(node) else number
+    for node in graph.nodes:
+        number += node in borders
+        if _is_compute(node):
+            found[node] = found.get(_maker(node), number)
     return found
 
 
@@ -159,52 +214,67 @@ def _symbolic(value: object) -> bool:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Yields the readers of a value, direct or through views."""
+    """Yields the readers of a value, direct or through views and elements."""
     for user in node.users:
-        if is_view(user):
+        if is_view(user) or is_element(user):
             yield from _readers(user)
         else:
             yield user
 
 
-def _move_pointwise(found: _Found) -> None:
-    """Moves pointwise compute past the operations between two subgraphs, to the side where a compiler would fuse it
+def _move(found: _Found) -> None:
+    """Moves compute past the operations between two subgraphs, to the side where a compiler would fuse it
     (Note [Subgraphs]).
     """
     members: dict[int, list[Node]] = {}
     for node, number in found.items():
         # operators that compilers only call read from memory, regardless of when it was written; the computation of
         # a shard's quantization scale does not lie between layers
-        if node.target not in _CALLED and not (is_kind(node, Kind.CAST) or SCALE in node.meta):
+        if node.target not in _CALLED and not (is_element(node) or is_kind(node, Kind.CAST) or SCALE in node.meta):
             members.setdefault(number, []).append(node)
     for number, later in pairwise(members):
-        tail = set(takewhile(fuses, reversed(members[number])))
-        back = dict[Node, None]()
-        for node in takewhile(_pointwise, members[later]):
-            if _may_move_back(node, number, found, {*tail, *back}):
-                back[node] = None
-        found.update(dict.fromkeys(back, number))
-        if not back and tail and all(_may_move_on(node, later, found, tail) for node in tail):
-            found.update(dict.fromkeys(tail, later))
-            members[later] = [*(n for n in members[number] if n in tail), *members[later]]
+        end = set(takewhile(fuses, reversed(members[number])))
+        if _may_move_on(end, later, found):
+            found.update(dict.fromkeys(end, later))
+            members[later] = [*(n for n in members[number] if n in end), *members[later]]
+        else:
+            back = _may_move_back(list(takewhile(_movable, members[later])), number, found, end)
+            found.update(dict.fromkeys(back, number))
+            members[later] = [n for n in members[later] if n not in back]
+    for node in found:
+        found[node] = found[_maker(node)]
 
 
-def _may_move_back(node: Node, number: int, found: _Found, run: Collection[Node]) -> bool:
-    """Returns whether a node can move to the subgraph before its own, and is better computed after a run there."""
-    sources = [base(source) for source in node.all_input_nodes]
-    computed = (s.op == "placeholder" or found.get(s, number + 1) <= number for s in sources)
-    return any(s in run for s in sources) and all(computed) and not any(map(_pinned, sources))
-
-
-def _may_move_on(node: Node, later: int, found: _Found, run: Collection[Node]) -> bool:
-    """Returns whether a node of a run can move to the next subgraph, and is better computed there."""
-    if not _pointwise(node) or any(_pinned(base(source)) for source in node.all_input_nodes):
+def _may_move_on(end: Set[Node], later: int, found: _Found) -> bool:
+    """Returns whether the end of a subgraph can move to the next one, and is better computed there."""
+    values = {base(source) for node in end for source in node.all_input_nodes}
+    if not all(map(_movable, end)) or any(map(_pinned, values)):
         return False  # gathered buffers are freed before the next subgraph
-    readers = list(_readers(node))
-    outside = [r for r in readers if r not in run]
-    if any(r.op != "output" and found.get(r, -1) < later for r in outside):
+    readers = {r for node in end for r in _readers(node) if r not in end and r.op != "output"}
+    if any(found.get(r, -1) < later for r in readers) or not any(found[r] == later and fuses(r) for r in readers):
         return False
-    return len(outside) < len(readers) or any(found.get(r) == later and fuses(r) for r in outside)
+    read = sum(nbytes(v.meta["val"]) for v in values if _maker(v) not in end and end >= {*_readers(v)})
+    written = sum(nbytes(n.meta["val"]) for n in end if not end >= {*_readers(n)})
+    return read <= written or all(map(_pointwise, end))
+
+
+def _may_move_back(first: Sequence[Node], number: int, found: _Found, end: Set[Node]) -> set[Node]:
+    """Returns which of the first nodes of a subgraph can move to the one before, and are better computed behind its
+    end: what reads the end, also through others, and what these read.
+    """
+    makers = {node: set(map(_maker, map(base, node.all_input_nodes))) for node in first}
+    layers = {node.meta.get(LAYER) for node in end}
+    can, move = set[Node](), set[Node]()
+    for node in first:
+        computed = (m in can or m.op == "placeholder" or found.get(m, number + 1) <= number for m in makers[node])
+        if all(computed) and not any(_pinned(base(source)) for source in node.all_input_nodes):
+            can.add(node)
+            if node.meta.get(LAYER) in layers and not makers[node].isdisjoint({*end, *move}):
+                move.add(node)
+    for node in reversed(first):
+        if node in move:
+            move |= makers[node] & can
+    return move
 
 
 def _pinned(node: Node) -> bool:
@@ -215,6 +285,14 @@ def _pinned(node: Node) -> bool:
     return scheduled(node) or any(scheduled(user) or node in mutates(user) for user in users)
 
 
+def _movable(node: Node) -> bool:
+    """Returns whether a node may be computed elsewhere, in a kernel with others. Random numbers are drawn in the
+    listing's order.
+    """
+    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return not seeded and not mutates(node) and fuses(node)
+
+
 def _pointwise(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
@@ -222,9 +300,9 @@ def _pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in tags or node.target is torch.ops.prims.convert_element_type.default
 
 
-def _steps(gm: fx.GraphModule, found: _Found, donated: Collection[Node]) -> list[Step]:
+def _steps(graph: fx.Graph, found: _Found, borders: Collection[Node], donated: Collection[Node]) -> list[Step]:
     members: dict[int, list[Node]] = {}
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         if node in found:
             members.setdefault(found[node], []).append(node)
     steps: list[Step] = []
@@ -243,17 +321,18 @@ def _steps(gm: fx.GraphModule, found: _Found, donated: Collection[Node]) -> list
             steps.append(node)
 
     number = 0
-    for node in gm.graph.nodes:
-        if scheduled(node) or node.op == "output":
-            compute = members.get(number, [])
-            if all(n.target in _CALLED for n in compute):
-                for each in compute:
-                    directly(each)
-            else:
+    for node in graph.nodes:
+        if node in borders:
+            called = members.get(number, [])
+            if any(n.target not in _CALLED for n in called):
+                compute, called = _without_packs(called)
                 steps.append(_subgraph(compute))
-            directly(node)
+            for each in called:
+                directly(each)
             number += 1
-    output = gm.graph.output_node()
+        if scheduled(node) or node.op == "output":
+            directly(node)
+    output = graph.output_node()
     read = set(map(base, output.all_input_nodes))
     for step in steps:
         read.update(map(base, reads(step)))
@@ -262,6 +341,13 @@ def _steps(gm: fx.GraphModule, found: _Found, donated: Collection[Node]) -> list
             step.outputs = [n for n in step.outputs if n in read]
     _find_dying(steps, output, donated)
     return steps
+
+
+def _without_packs(compute: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """Returns compute without the packs at its end (pointwise compute that has moved behind them aside), and these."""
+    end = set(takewhile(lambda n: n.target is ops.pack or _movable(n), reversed(compute)))
+    packs = [n for n in compute if n in end and n.target is ops.pack and not end.intersection(_readers(n))]
+    return [n for n in compute if n not in packs], packs
 
 
 _CALLED = (ops.pack, ops.mm, ops.returned)
@@ -327,7 +413,7 @@ _LONGEST = 12
 
 
 def _find_dying(steps: Sequence[Step], output: Node, donated: Collection[Node]) -> None:
-    """Finds which inputs of subgraphs have no later reader."""
+    """Finds which inputs of subgraphs have no later reader, in all subgraphs of a kind."""
     done = set(map(base, output.all_input_nodes))
     for step in reversed(steps):
         if isinstance(step, Subgraph):
@@ -335,6 +421,14 @@ def _find_dying(steps: Sequence[Step], output: Node, donated: Collection[Node]) 
             own = (n for n in step.inputs if n in donated or (n.op == "call_function" and not scheduled(n)))
             step.dying = [n for n in own if n not in done and n not in written]
         done.update(map(base, reads(step)))
+    kinds: dict[Hashable, list[Subgraph]] = {}
+    for step in steps:
+        if isinstance(step, Subgraph):
+            kinds.setdefault(step.kind, []).append(step)
+    for alike in kinds.values():
+        common = set.intersection(*({s.inputs.index(n) for n in s.dying} for s in alike))
+        for subgraph in alike:
+            subgraph.dying = [subgraph.inputs[i] for i in sorted(common)]
 
 
 def _described(node: Node) -> tuple[object, ...]:
