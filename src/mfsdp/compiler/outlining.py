@@ -38,7 +38,7 @@ T = TypeVar("T")
 log = logging.getLogger("mfsdp")
 
 MIN_LAYERS = 4
-"""The fewest equal layers that are outlined: fewer are as fast one by one."""
+"""The fewest equal layers that are outlined, and separated in `subgraphs`: fewer are as fast one by one."""
 
 NAME, AGAIN = "mfsdp_region", "_again"
 

@@ -2,21 +2,22 @@
 
 Note [Subgraphs]
 A schedule has few operations, and the compute between them repeats from layer to layer. So a program is split into
-*steps*: an operation of the schedule, a view that such an operation reads, or a *subgraph*, all compute up to the next
-operation. Subgraphs that do the same to tensors of the same shapes are of one *kind* and are compiled once: neither
-the number of kinds nor their size grows with depth.
+*steps*: an operation of the schedule, a view that such an operation reads, or a *subgraph* of compute. Subgraphs that
+do the same to tensors of the same shapes are of one *kind* and are compiled once: neither the number of kinds nor their
+size grows with depth, if layers are numbered modules (``layers.3``) and each is a unit.
 
-* Where layers repeat and no operation stands between them (one rank, weights that stay gathered, the head behind the
-  last layer), a subgraph ends behind a layer's last product, with which nothing is fused.
+* A subgraph ends at an operation. Where equal layers have none between them (one rank, weights that stay gathered, the
+  head behind the last layer), it also ends behind a layer's last product.
 * Inputs and outputs of a subgraph own their storage. It takes views of inputs itself: no compiled body returns a view
   of its input, and equal layers take equal views.
 * An input without later readers dies in the subgraph. If nothing shares its storage, and it dies in all subgraphs of
   the kind, the body may overwrite it, as a graph compiled in full would.
 * A compiler fuses only inside a subgraph. That would cost between layers: a layer's norm first reads the residual sum
   at the end of the layer before, and a reduction is launched between the two gradients of a norm. So what follows the
-  last product of a subgraph moves to the next one, if its reader there can fuse with it and it reads no more from
-  memory than it writes. Otherwise, what the next subgraph begins with moves back, if it belongs to the same layer,
-  reads what follows the last product, and reads nothing that the operations between them return.
+  last product of a subgraph moves to the next one, if its reader there can fuse with it. Otherwise, what the next
+  subgraph begins with moves back, if it belongs to the same layer, reads what follows the last product, and reads
+  nothing that the operations between them return. What is not only pointwise moves only if no more is in memory at the
+  operations between them.
 * For the same reason a subgraph recomputes values that follow pointwise from its other inputs (the inside of a GELU
   from its argument) instead of keeping them in memory.
 """
@@ -32,6 +33,7 @@ from itertools import groupby, pairwise, takewhile
 import torch
 from torch import fx
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from ..cost_model.fusion import flops, fuses
 from ..ir import ops
@@ -45,7 +47,7 @@ from .outlining import MIN_LAYERS
 
 @dataclass(eq=False)
 class Subgraph:
-    """Compute between two operations of a schedule."""
+    """Compute without operations of the schedule."""
 
     nodes: list[Node]
     """In order, with the views that it takes of other subgraphs' values."""
@@ -143,18 +145,18 @@ def _is_compute(node: Node) -> bool:
 
 
 def _borders(graph: fx.Graph) -> set[Node]:
-    """Returns the nodes before which a subgraph ends: operations of the schedule, the output, and in layers that repeat
-    what follows the last product, if products of another layer follow before the next operation.
+    """Returns the nodes before which a subgraph ends: operations of the schedule, the output, and in equal layers what
+    follows the last product, if products of another layer follow before the next operation.
     """
     ordered = [n for n in graph.nodes if n.op == "output" or scheduled(n) or _is_compute(n)]
     runs = [(is_compute, list(nodes)) for is_compute, nodes in groupby(ordered, _is_compute)]
     borders = {node for is_compute, nodes in runs if not is_compute for node in nodes}
     between = [_layers(nodes) for is_compute, nodes in runs if is_compute]
-    count = Counter(_operators(layer) for layers in between for layer in layers)
+    count = Counter(_text_of(layer) for layers in between for layer in layers)
     following = dict(pairwise(ordered))
     for layers in between:
         last = [(product, layer) for layer in layers if (product := _last_product(layer)) is not None]
-        borders.update(following[product] for product, layer in last[:-1] if count[_operators(layer)] >= MIN_LAYERS)
+        borders.update(following[product] for product, layer in last[:-1] if count[_text_of(layer)] >= MIN_LAYERS)
     return borders
 
 
@@ -172,8 +174,15 @@ def _layers(compute: Iterable[Node]) -> list[list[Node]]:
     return [nodes for _, nodes in found]
 
 
-def _operators(nodes: Iterable[Node]) -> Hashable:
-    return tuple(node.target for node in nodes)
+def _text_of(layer: Iterable[Node]) -> Hashable:
+    """Returns operators and arguments, also of views that are read; equal layers have the same."""
+
+    def argument(x: object) -> object:
+        if not isinstance(x, Node):
+            return x
+        return (x.target, map_aggregate(x.args, argument)) if is_view(x) else None  # type: ignore[arg-type]
+
+    return tuple((n.target, repr(map_aggregate((n.args, n.kwargs), argument))) for n in layer)  # type: ignore[arg-type]
 
 
 def _last_product(nodes: Sequence[Node]) -> Node | None:
@@ -238,7 +247,7 @@ def _move(found: _Found) -> None:
             found.update(dict.fromkeys(end, later))
             members[later] = [*(n for n in members[number] if n in end), *members[later]]
         else:
-            back = _may_move_back(list(takewhile(_movable, members[later])), number, found, end)
+            back = _moving_back(list(takewhile(_movable, members[later])), number, found, end)
             found.update(dict.fromkeys(back, number))
             members[later] = [n for n in members[later] if n not in back]
     for node in found:
@@ -253,12 +262,16 @@ def _may_move_on(end: Set[Node], later: int, found: _Found) -> bool:
     readers = {r for node in end for r in _readers(node) if r not in end and r.op != "output"}
     if any(found.get(r, -1) < later for r in readers) or not any(found[r] == later and fuses(r) for r in readers):
         return False
-    read = sum(nbytes(v.meta["val"]) for v in values if _maker(v) not in end and end >= {*_readers(v)})
-    written = sum(nbytes(n.meta["val"]) for n in end if not end >= {*_readers(n)})
-    return read <= written or all(map(_pointwise, end))
+
+    def lives(value: Node) -> bool:
+        others = (r for r in _readers(value) if r not in end)
+        return any(r.op == "output" or found.get(r, later) >= later for r in others)
+
+    kept = sum(nbytes(v.meta["val"]) for v in values if _maker(v) not in end and not lives(v))
+    return all(map(_pointwise, end)) or kept <= sum(nbytes(n.meta["val"]) for n in end if not end >= {*_readers(n)})
 
 
-def _may_move_back(first: Sequence[Node], number: int, found: _Found, end: Set[Node]) -> set[Node]:
+def _moving_back(first: Sequence[Node], number: int, found: _Found, end: Set[Node]) -> Set[Node]:
     """Returns which of the first nodes of a subgraph can move to the one before, and are better computed behind its
     end: what reads the end, also through others, and what these read.
     """
@@ -274,7 +287,13 @@ def _may_move_back(first: Sequence[Node], number: int, found: _Found, end: Set[N
     for node in reversed(first):
         if node in move:
             move |= makers[node] & can
-    return move
+
+    def lives(value: Node) -> bool:
+        return any(r.op == "output" or found.get(r, number + 1) > number for r in _readers(value) if r not in move)
+
+    spared = sum(nbytes(n.meta["val"]) for n in end if not move.isdisjoint(_readers(n)) and not lives(n))
+    given = sum(nbytes(n.meta["val"]) for n in move if lives(n))
+    return move if all(map(_pointwise, move)) or given <= spared else set()
 
 
 def _pinned(node: Node) -> bool:
@@ -286,18 +305,19 @@ def _pinned(node: Node) -> bool:
 
 
 def _movable(node: Node) -> bool:
-    """Returns whether a node may be computed elsewhere, in a kernel with others. Random numbers are drawn in the
-    listing's order.
-    """
-    seeded = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return not seeded and not mutates(node) and fuses(node)
+    """Returns whether a node may be computed elsewhere, in a kernel with others."""
+    return not _seeded(node) and not mutates(node) and fuses(node)
 
 
 def _pointwise(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return False  # random numbers are drawn in the listing's order
-    return torch.Tag.pointwise in tags or node.target is torch.ops.prims.convert_element_type.default
+    convert = node.target is torch.ops.prims.convert_element_type.default
+    return (torch.Tag.pointwise in tags or convert) and not _seeded(node)
+
+
+def _seeded(node: Node) -> bool:
+    """Returns whether a node draws from a generator, as it must in the listing's order."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _steps(graph: fx.Graph, found: _Found, borders: Collection[Node], donated: Collection[Node]) -> list[Step]:
@@ -344,9 +364,9 @@ def _steps(graph: fx.Graph, found: _Found, borders: Collection[Node], donated: C
 
 
 def _without_packs(compute: Sequence[Node]) -> tuple[list[Node], list[Node]]:
-    """Returns compute without the packs at its end (pointwise compute that has moved behind them aside), and these."""
-    end = set(takewhile(lambda n: n.target is ops.pack or _movable(n), reversed(compute)))
-    packs = [n for n in compute if n in end and n.target is ops.pack and not end.intersection(_readers(n))]
+    """Returns compute without the packs at its end, what has moved behind them aside, and these packs."""
+    end = takewhile(lambda n: n.target is ops.pack or _movable(n), reversed(compute))
+    packs = [n for n in end if n.target is ops.pack][::-1]
     return [n for n in compute if n not in packs], packs
 
 
