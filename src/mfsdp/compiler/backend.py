@@ -33,7 +33,7 @@ from ..reports.dump import Dump
 from ..runtime import groups, watchdog
 from ..sharding import mutation_check
 from ..sharding.eager_warnings import modules_with
-from . import attention_masks, control_flow, lowering, outlining, schedule_check
+from . import attention_masks, control_flow, lowering, optional_tangents, outlining, schedule_check
 from .capture import Capture, path_of, sources, trains
 from .compile_cache import CachedProgram, cache_key
 from .lowering import CompiledFn, raising
@@ -81,9 +81,10 @@ def mfsdp(
     capture = compilation.capture
     compile = lowering.LOWERINGS[chosen.lowering]
     try:
-        return outlining.captured(  # type: ignore[no-any-return]
+        compiled = outlining.captured(
             gm, lambda: compile(gm, example_inputs, capture, compilation.transform), lambda: capture.cut
         )
+        return optional_tangents.tell_absent(gm, compiled)  # type: ignore[no-any-return]
     except Exception as error:
         if isinstance(first := _cause(error), DoesNotFit):
             return raising(first)
@@ -126,6 +127,7 @@ class _Compilation:
         self.options = options = settings.options
         self.decide, self.pace, self.passes = settings.decide, settings.pace, settings.passes
         self.capture = capture = Capture(inputs, names)
+        capture.optional_tangents = not options.interleave  # which sorts what writes nothing
         capture.notes = attention_masks.fold_masks(gm, capture.input_names)
         for text in capture.notes:
             log.info("mfsdp: %s: %s", capture.name, text)
@@ -180,7 +182,9 @@ class _Compilation:
                 schedule_check.compare(driven, compiled.driver, driven=True)
             elif self.options.check and code:
                 schedule_check.compare(operations, code)
-            out = CachedProgram(compiled, info, about, self.decide.found if self.decide is not None else {})
+            takes_none = isinstance(compiled, Stitched) or self.options.lowering == "eager"
+            known = optional_tangents.needed(program, info) if takes_none else info
+            out = CachedProgram(compiled, known, about, self.decide.found if self.decide is not None else {})
             if self.capture.key:
                 out.keep()
             return out

@@ -37,7 +37,7 @@ from ..ir.program import (
 from ..ir.roles import Kind, Role, is_kind, mark, role
 from ..ir.symbolic_sizes import expect, shape_of
 from ..runtime import buffer_registry, groups
-from . import joint_graph, outlining
+from . import joint_graph, optional_tangents, outlining
 from .activation_offload import offload_activations
 
 log = logging.getLogger("mfsdp")
@@ -95,6 +95,8 @@ class Capture(CustomPartitionerFn):
         """Whether there is a forward or inference graph."""
         self.key = ""
         """Identifies, with the graph, what becomes of it (Note [Warm starts]); ``""``: caches keep nothing."""
+        self.optional_tangents = True
+        """Whether backward may leave tangents out (Note [Optional tangents])."""
         self.notes: list[str] = []
         """Texts for listings: what was done to the graph before capture."""
         self._names(inputs, names)
@@ -262,6 +264,8 @@ class Capture(CustomPartitionerFn):
                 program.rename(node, f"{unit.name}_{'full' if whole else 'shard'}")
             elif name := node.meta.get(INPUT):
                 program.rename(node, name)
+        if phase == "backward" and self.optional_tangents:
+            optional_tangents.make_optional(program)
         program.gradients = {i: (unit.name, offset) for i, (unit, offset) in plain.items()}
         program.trained = _trained(program)
         program.returned = self.returned if phase == "forward" else None

@@ -15,6 +15,7 @@ from ..reports.profile import outline
 from ..runtime.program_info import PATH, Outline, ProgramInfo
 from ..runtime.step_prefetch import First
 from ..runtime.user_buffers import UserBuffers
+from . import optional_tangents
 
 
 def program_info(program: Program, options: Options) -> ProgramInfo:
@@ -45,6 +46,7 @@ def program_info(program: Program, options: Options) -> ProgramInfo:
         caller_inputs=[i for i, n in enumerate(inputs) if n.meta.get(GIVEN)] if silent else [],
         first_launches=_first_launches(program) if launches_first else [],
         amax_inputs=[i for i, n in enumerate(inputs) if n in measured],
+        tangents=optional_tangents.zeros(program),
         check_every=(options.check_finite, options.check_replicas) if program.find(Kind.PROBE) else (0, 0),
     )  # fmt: skip
 

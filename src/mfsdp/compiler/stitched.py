@@ -164,7 +164,9 @@ def _may_keep(node: Node) -> bool:
     return scheduled(node) and not is_element(node) and node.target not in _ONLY_READ
 
 
-_ONLY_READ = (ops.all_gather, ops.bucket, ops.reduce_scatter, ops.all_reduce, ops.wait, ops.collective)
+_ONLY_READ = (
+    ops.all_gather, ops.bucket, ops.add_tangent, ops.reduce_scatter, ops.all_reduce, ops.wait, ops.collective,
+)  # fmt: skip
 
 
 def _movable(node: Node, backward: bool) -> bool:

@@ -110,7 +110,7 @@ def trace(
     calls = [pytree.tree_map(to_meta, (args, dict(kwargs or {}))) for _ in range(together)]
     called = meta if together == 1 else own_code(each, "together")
     # A function: where Lightning is imported, torch.compile deep-copies its arguments, also objects of bound methods.
-    recorder = _Recorder(name, lowering)
+    recorder = _Recorder(name, lowering, together)
     run: Any = torch.compile(called, backend=lambda *graph: recorder.compile(*graph), fullgraph=True, dynamic=False)
 
     def traced() -> Programs:
@@ -139,8 +139,8 @@ def trace(
 class _Recorder:
     """Records a graph's programs and runs nothing. torch keeps backends alive: clear `found` to free the programs."""
 
-    def __init__(self, name: str | None, lowering: str):
-        self.found, self.name, self.lowering = list[Programs](), name, lowering
+    def __init__(self, name: str | None, lowering: str, together: int):
+        self.found, self.name, self.lowering, self.together = list[Programs](), name, lowering, together
         self.cut = False
         """Whether a graph has been partitioned: later errors are not about regions."""
 
@@ -153,6 +153,7 @@ class _Recorder:
             return raising(error)
         capture = self.found[0].capture = Capture(inputs, sources(gm), self.name)
         capture.keeps, capture.notes = True, attention_masks.fold_masks(gm, capture.input_names)
+        capture.optional_tangents = self.together == 1
         fakes = _on_cpu(gm, inputs)
 
         def keep(graph: fx.GraphModule, phase: Phase) -> None:

@@ -25,7 +25,7 @@ from ..ir.symbolic_sizes import hint, shape_of
 
 aten = torch.ops.aten
 
-_ALONE = (ops.wait, ops.pack, ops.mm, ops.bucket, ops.hold, ops.accumulate, ops.probe, *ops.LAUNCHED)
+_ALONE = (ops.wait, ops.pack, ops.mm, ops.bucket, ops.hold, ops.add_tangent, ops.accumulate, ops.probe, *ops.LAUNCHED)
 
 
 def together(program: Program, fusing: bool, memo: dict[Any, Any] | None = None) -> Iterator[list[Node]]:

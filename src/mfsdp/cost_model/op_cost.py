@@ -191,8 +191,8 @@ def _bytes(node: Node, inside: set[Node], before: set[Node]) -> int:
     if node.target is ops.bucket:
         holes = node.args[1]
         return sum(b - a for a, b in zip(holes[::2], holes[1::2], strict=True)) * node.meta["val"].dtype.itemsize  # type: ignore
-    if node.target in (ops.kept_cast, ops.hold, ops.probe):
-        return 0  # computed once for all programs of a step; no work outside of no_sync; none in most steps
+    if node.target in (ops.kept_cast, ops.hold, ops.probe, ops.add_tangent):
+        return 0  # computed once for all programs of a step; no work outside of no_sync, in most steps, without tangent
     if node.target is ops.pack:
         return 2 * sum(nbytes(g.meta["val"]) for g in node.args[1])  # type: ignore
     if node.target is ops.accumulate:

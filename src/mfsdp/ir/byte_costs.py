@@ -15,6 +15,7 @@ from . import ops
 from .program import (
     INPUT,
     KEPT,
+    OPTIONAL,
     SHAPES,
     STORAGE,
     Program,
@@ -370,7 +371,7 @@ def saved(program: Program) -> tuple[dict[Node, int], dict[Node, Node]]:
             number, value, _ = node.meta.get(STORAGE, (-len(held) - 1, node.meta.get("val"), False))
             owner = first.setdefault(number, node)
             if owner is node:
-                held[node] = nbytes(value)
+                held[node] = 0 if node.meta.get(OPTIONAL) else nbytes(value)
             else:
                 shared[node] = owner
     return held, shared

@@ -32,6 +32,8 @@ program runs before the first pass, and every pass can be compared with the one 
     mm(gfull, offset, size, stride, a, b)     writes a matrix product to its place, in the buffer's dtype (`multiplies`)
     hold(source, grads, offsets)              under `no_sync`: keeps grads unreduced, and the reductions of them that
                                               follow do nothing; at a synchronisation: adds what was kept to grads
+    add_tangent(grad, tangent)                adds a tangent to a gradient, if the caller gave one (Note [Optional
+                                              tangents])
     reduce_scatter(gfull, spec, lane) -> gshard   sum over ranks; launched, not finished
     all_reduce(gfull, spec, lane)             sum over ranks, in place; launched, not finished
     accumulate(shard, gshard, offsets, scale, reused)   adds scale * gshard to the shard's accumulator; the parameters
@@ -87,6 +89,7 @@ bucket = _defined("bucket(Tensor like, int[] holes, str spec, int slot=-1) -> Te
 pack = _defined("pack(Tensor(a!) gfull, Tensor[] grads, int[] offsets, float scale) -> ()", _FLEXIBLE)
 mm = _defined("mm(Tensor(a!) gfull, int offset, int[] size, int[] stride, Tensor a, Tensor b) -> ()", _FLEXIBLE)
 hold = _defined("hold(Tensor source, Tensor(a!) grads, int[] offsets) -> ()")
+add_tangent = _defined("add_tangent(Tensor(a!) grad, Tensor? tangent) -> ()")
 reduce_scatter = _defined("reduce_scatter(Tensor gfull, str spec, int lane) -> Tensor")
 all_reduce = _defined("all_reduce(Tensor(a!) gfull, str spec, int lane) -> ()")
 collective = _defined(
@@ -118,7 +121,7 @@ LAUNCHED = (*COLLECTIVES, *HOST)
 IN_PLACE = (refresh, all_reduce)
 """Collectives that write to their first argument and return nothing."""
 
-SHOWN = (wait, spread, cast, kept_cast, bucket, pack, mm, hold, accumulate, probe, *LAUNCHED)
+SHOWN = (wait, spread, cast, kept_cast, bucket, pack, mm, hold, add_tangent, accumulate, probe, *LAUNCHED)
 """Operations that instrumentation shows."""
 
 SLOT = {all_gather: 2, bucket: 3}
@@ -146,7 +149,7 @@ def widens(device: torch.device) -> bool:
 def _returns_nothing(*args: object, **kwargs: object) -> None: ...
 
 
-for _operator in (refresh, hold, pack, mm, wait, free, all_reduce, accumulate, probe):
+for _operator in (refresh, hold, add_tangent, pack, mm, wait, free, all_reduce, accumulate, probe):
     torch.library.register_fake(_operator, _returns_nothing)
 
 

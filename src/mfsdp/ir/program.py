@@ -47,6 +47,9 @@ readable name."""
 GIVEN = "mfsdp_given"
 """``node.meta`` key of those that are no parameters: ``"argument"`` of the call, or a module's ``"buffer"``."""
 
+OPTIONAL = "mfsdp_optional"
+"""``node.meta`` key of tangents that may be ``None``: the caller need not differentiate that result."""
+
 AXIS = "mfsdp_axis"
 """``node.meta`` key of torch's own collectives: their ranks, an `Axis`."""
 

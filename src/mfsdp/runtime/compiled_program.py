@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from . import execution, static_buffers, step_prefetch
 from .buffer_registry import owner, read_by, unfinished
 from .desync import Fingerprint
@@ -56,6 +58,9 @@ class CompiledProgram:
 
     def __call__(self, args: list[Any]) -> Any:
         """Runs the program, or leaves it to the model's `Overlap`."""
+        for i, (shape, stride, dtype, device) in self.info.tangents.items():
+            if args[i] is None:
+                args[i] = torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()
         if self.info.exchanges and (self._forward or self._backward):
             buffers = [owner(args[i]) for i in self.info.sources]
             overlap = next((buffer.gradients.overlap for buffer in buffers if buffer is not None), None)

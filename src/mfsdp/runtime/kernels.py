@@ -217,6 +217,12 @@ def hold(run: Execution, source: torch.Tensor, grads: torch.Tensor, offsets: Seq
         held.add(key)  # the key is present if an earlier reduction was skipped
 
 
+def add_tangent(run: Execution, grad: torch.Tensor, tangent: torch.Tensor | None) -> None:
+    """Adds what the caller's gradient of a result contributes, in place (Note [Optional tangents])."""
+    if tangent is not None:
+        grad.add_(tangent)
+
+
 def reduce_scatter(run: Execution, gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
     """Launches the sum over ranks. ``gfull``: [full_numel], on an outer lane [shard_numel]. Returns this rank's part,
     not yet complete.
@@ -419,8 +425,8 @@ def _shown(kernel: Callable[..., Any], run: Execution, *args: Any) -> Any:
 for _marker in (param, param_grad, returned, free):
     LIBRARY.impl(_marker.__name__, _marker, "CompositeExplicitAutograd")
 _KERNELS = (
-    refresh, refresh_codes, maxima, spread, cast, kept_cast, all_gather, wait, bucket, pack, mm, hold, reduce_scatter,
-    all_reduce, accumulate, collective, probe, offload, reload,
+    refresh, refresh_codes, maxima, spread, cast, kept_cast, all_gather, wait, bucket, pack, mm, hold, add_tangent,
+    reduce_scatter, all_reduce, accumulate, collective, probe, offload, reload,
 )  # fmt: skip
 for _kernel in _KERNELS:
     LIBRARY.impl(_kernel.__name__, execution.dispatched(_kernel), "CompositeExplicitAutograd")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
 
 from .static_buffers import Rooms
 from .step_prefetch import First
@@ -51,6 +54,15 @@ class Outline:
         return [f"{x.name} = {x.text}" for x in self.lines if x.operation]
 
 
+class Zeros(NamedTuple):
+    """Zeros that stand for a tangent (Note [Optional tangents])."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 @dataclass(frozen=True)
 class ProgramInfo:
     """Facts about a program. Arguments are named by position."""
@@ -88,3 +100,5 @@ class ProgramInfo:
     """Sources of units whose amax it reads; ranks compare whether they are due (Note [Amax])."""
     check_every: tuple[int, int] = (0, 0)
     """Steps between its checks for Inf and NaN, and between its comparisons of replicas (Note [Runtime checks])."""
+    tangents: Mapping[int, Zeros] = field(default_factory=dict)
+    """Arguments that may be ``None``, of which the code needs zeros."""

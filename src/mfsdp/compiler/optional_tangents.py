@@ -1,0 +1,133 @@
+"""Backwards whose caller differentiates only some results of forward.
+
+Note [Optional tangents]
+Models of transformers return their loss beside their logits. AOTAutograd's backward takes a tangent for each, and
+autograd fills in zeros for one that does not exist: with 8,192 tokens and 128,256 words in bfloat16, 2.1 GB where
+memory peaks, written, read, and added to a gradient. So:
+
+- `tell_absent` makes autograd hand over ``None`` instead.
+- `make_optional` replaces the addition of a tangent by `add_tangent`, which adds in place what exists. The driver calls
+  it, so one compiled backward serves all callers. Compilers still fuse additions inside layers, which would be split.
+- `CompiledProgram` makes the zeros that a program still needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # private; tried on 2.11 to 2.15
+
+from ..ir import ops
+from ..ir.program import INPUT, LAYER, OPTIONAL, Program, is_element, view_of
+from ..ir.roles import role
+from ..runtime.program_info import ProgramInfo, Zeros
+
+aten = torch.ops.aten
+
+
+def tangents(program: Program) -> dict[int, fx.Node]:
+    """Returns the tangents of a backward, by argument."""
+    inputs = enumerate(program.graph.find_nodes(op="placeholder"))
+    return {i: node for i, node in inputs if node.name.startswith("tangents") and INPUT not in node.meta}
+
+
+def make_optional(program: Program) -> None:
+    """Adds tangents in place that are read by nothing but the addition to a gradient."""
+    for tangent in tangents(program).values():
+        total = next(iter(tangent.users), tangent)
+        if len(tangent.users) > 1 or total.target is not aten.add.Tensor or total.kwargs:
+            continue
+        gradient = next((n for n in total.all_input_nodes if n is not tangent), tangent)
+        if _same(gradient, tangent) and _owned(gradient) and not _in_layer(gradient, total):
+            with program.graph.inserting_before(total):
+                program.graph.call_function(ops.add_tangent, (gradient, tangent)).meta["val"] = None
+            total.replace_all_uses_with(gradient)
+            program.graph.erase_node(total)
+            tangent.meta[OPTIONAL] = True
+
+
+def _in_layer(gradient: fx.Node, total: fx.Node) -> bool:
+    """Returns whether a layer computes the gradient and reads the sum, which autograd has added to no layer."""
+    layer = gradient.meta.get(LAYER)
+    return layer is not None and any(user.meta.get(LAYER) == layer for user in total.users)
+
+
+def _same(gradient: fx.Node, tangent: fx.Node) -> bool:
+    a, b = gradient.meta["val"], tangent.meta["val"]
+    return bool((a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device))
+
+
+def _owned(gradient: fx.Node) -> bool:
+    """Returns whether a value, read once, is all of an operator's result, which nothing else reads."""
+    numel, node = gradient.meta["val"].numel(), gradient
+    while len(node.users) == 1 and (parent := view_of(node)) is not None:
+        node = parent
+    fresh = node.op == "call_function" and role(node) is None and not is_element(node)
+    return fresh and len(node.users) == 1 and bool(node.meta["val"].numel() == numel)
+
+
+def zeros(program: Program) -> dict[int, Zeros]:
+    """Returns the zeros that stand for a backward's tangents, by argument; none if there is only one tangent, which
+    then exists, or if shapes are dynamic (`tell_absent`).
+    """
+    found = tangents(program)
+    values = {i: node.meta["val"] for i, node in found.items()}
+    if len(found) < 2 or not all(map(_static, values.values())):
+        return {}
+    return {i: Zeros(tuple(v.shape), v.stride(), v.dtype, v.device) for i, v in values.items()}
+
+
+def needed(program: Program, info: ProgramInfo) -> ProgramInfo:
+    """Returns the facts about a program whose code takes ``None`` for optional tangents."""
+    optional = {i for i, node in tangents(program).items() if node.meta.get(OPTIONAL)}
+    return replace(info, tangents={i: like for i, like in info.tangents.items() if i not in optional})
+
+
+def tell_absent(gm: fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets the backward of a compiled graph get ``None`` for tangents that do not exist, if it takes more than one.
+
+    Not for dynamic shapes, whose zeros only autograd can make, nor for results that are subclasses, whose tangents
+    AOTAutograd takes apart.
+
+    Args:
+        gm: the graph that Dynamo traced.
+        compiled: its compiled function, which returns a sequence.
+    """
+    values = [v for n in gm.graph.nodes if n.op in ("placeholder", "output") for v in _values(n)]
+    results = [v for v in _values(gm.graph.output_node()) if isinstance(v, torch.Tensor) and v.requires_grad]
+    if len(results) < 2 or not all(map(_static, values)) or any(map(is_traceable_wrapper_subclass, results)):
+        return compiled
+    if torch._dynamo.config.compiled_autograd:
+        return compiled
+    own: list[type] = []  # the class of the graph's node in autograd: results may be arguments, which have others
+
+    @functools.wraps(compiled)
+    def run(*args: Any) -> Any:
+        out = compiled(*args)
+        for value in out:
+            node = value.grad_fn if isinstance(value, torch.Tensor) else None
+            if isinstance(node, BackwardCFunction) and (own or not any(value is arg for arg in args)):
+                own[:] = own or [type(node)]
+                if type(node) is own[0]:
+                    node.set_materialize_grads(False)
+                    break
+        return out
+
+    return run
+
+
+def _values(node: fx.Node) -> list[object]:
+    """Returns the values of a placeholder, or of the results of an output."""
+    return [n.meta.get("example_value") for n in (node.all_input_nodes if node.op == "output" else [node])]
+
+
+def _static(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+    return not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
