@@ -679,7 +679,7 @@ def test_cuda_graphs_are_made_as_torch_asks(monkeypatch):
     fake = {
         "Stream": lambda **names: names["stream_id"],
         "CUDAGraph": lambda: graph, "graph_pool_handle": lambda: (0, 1),
-        "memory_reserved": lambda device: 100 * len(calls),
+        "memory_reserved": lambda device: 100 * len(calls), "current_stream": lambda device: None,
         "graph": lambda *given, **how: calls.append((given, how)) or nullcontext(),
     }  # fmt: skip
     for name, value in fake.items():

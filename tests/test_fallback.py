@@ -309,7 +309,7 @@ def regions(units: list[str] | None, compiled: bool, again: bool, reentrant: boo
     ]
     outside = isinstance(model.last.weight, mfsdp.dtensor.sharded_parameter.ShardedParameter)
     here = eager._here
-    clean = not left and outside and not (here.tickets or here.again or here.visited or here.stack)
+    clean = not left and outside and not (eager._tickets or here.again or here.visited or here.stack)
     return {"worst": worst, "gathers": len(gathers), "clean": clean}
 
 
@@ -380,7 +380,7 @@ def gathered_already() -> dict[str, Any]:
     here = eager._here
     return {
         "counts": counts, "worst": max(error(whole(p.grad), q.grad) for p, q in pairs),
-        "clean": not (here.called or here.recomputed or here.tickets or any(u._mfsdp_unit.full for u in model.units)),
+        "clean": not (here.called or here.recomputed or eager._tickets or any(u._mfsdp_unit.full for u in model.units)),
     }  # fmt: skip
 
 
@@ -431,7 +431,7 @@ def called(strategy: int) -> dict[str, Any]:
     with torch.no_grad():
         model.halves = reference.halves = True
         off.append(error(model(x), reference(x)))
-    return {"off": off, "clean": not (eager._here.called or eager._here.tickets)}
+    return {"off": off, "clean": not (eager._here.called or eager._tickets)}
 
 
 @pytest.mark.parametrize("strategy", [2, 3])

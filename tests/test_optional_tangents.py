@@ -157,9 +157,12 @@ class Pair:
 
     def compare(self, use: Callable[[Any], None], bits: bool) -> None:
         """Calls both and compares what ``use`` leaves in ``.grad``."""
-        for run in (self.plain, self.run):
+        x, y = inputs().requires_grad_(), inputs().requires_grad_()
+        for run, given in ((self.plain, x), (self.run, y)):
             run.zero_grad()
-            use(run(inputs()))
+            use(run(given))
+        assert x.grad is not None and y.grad is not None
+        assert torch.equal(x.grad, y.grad) if bits else torch.allclose(x.grad, y.grad, rtol=1e-4, atol=1e-6)
         for (name, mine), theirs in zip(self.plain.named_parameters(), self.model.parameters(), strict=True):
             grad = torch.zeros_like(mine) if mine.grad is None else mine.grad
             found = torch.zeros_like(mine) if theirs.grad is None else theirs.grad.full_tensor()  # type: ignore[attr-defined]
@@ -223,6 +226,13 @@ def test_inductor(lowering: str, given: list[bool]) -> None:
     for use in USES.values():
         pair.compare(use, bits=False)
     assert given == ([False, True, True, False] if lowering == "stitched" else [])
+
+
+@pytest.mark.parametrize("result", [scored, unread, between_layers], ids=lambda r: r.__name__)
+def test_split_backward(result: Result) -> None:
+    pair = Pair(result, "eager", options={"split_backward": True})
+    for use in USES.values():
+        pair.compare(use, bits=True)
 
 
 def test_dynamic_shapes() -> None:

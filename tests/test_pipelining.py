@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mfsdp
+from mfsdp.runtime import sync_collectives
 from mfsdp.runtime.c10d_transport import C10dTransport
 from mfsdp.runtime.transport_registry import carried_by
 from tests.helpers.models import llama
@@ -332,6 +333,28 @@ def tied_badly() -> None:
 def test_tied_weights(four_ranks: Any) -> None:
     four_ranks.run(tied_otherwise)
     four_ranks.run(tied_badly)
+
+
+def tied_ends() -> list[str]:
+    """Which groups the ranks of four stages reduce over to tie the first with the last."""
+    reset()
+    mesh, over = mesh_of(pp=4, dp_shard=1), []
+    model = stage_of(mesh["pp"].get_local_rank(), 4, tied=True)
+    units = [name for name in ("embed", "head") if getattr(model, name) is not None]
+    mfsdp.fully_shard(model, mesh=mesh, units=["layers.*", *units])
+    reduced = sync_collectives.reduced
+    sync_collectives.reduced = lambda *args: (over.append(args[-1]), reduced(*args))[1]
+    try:
+        mfsdp.tie_weights(model, ["embed.weight", "head.weight"], mesh=mesh)
+    finally:
+        sync_collectives.reduced = reduced
+    return over[-1:]
+
+
+def test_all_stages_begin_the_group_of_copies(four_ranks: Any) -> None:
+    """NCCL makes a communicator in a group's first operation, in which all its ranks have to be."""
+    first, *others = four_ranks.run(tied_ends)
+    assert len(first) == 1 and all(other == first for other in others)
 
 
 def saved_by_stages(folder: str) -> None:

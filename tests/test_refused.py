@@ -279,7 +279,7 @@ def unshards(lowering: str, flat: bool) -> tuple[bool, int]:
     close = [
         torch.allclose(p.full_tensor(), q) for p, q in zip(model.parameters(), reference.parameters(), strict=True)
     ]
-    return all(close), len(eager._here.tickets)
+    return all(close), len(eager._tickets)
 
 
 @pytest.mark.dist

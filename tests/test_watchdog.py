@@ -87,23 +87,35 @@ def test_alone_nobody_watches():
 
 
 class Event:
-    """A device's: not there yet, at first."""
+    """A device's: not there yet, at first. Its thread has to be on the device, also when it is freed."""
 
     here = False
 
+    def __init__(self, on: list[int], index: int):
+        self.on, self.index = on, index
+
     def query(self) -> bool:
+        assert self.on[-1] == self.index
         return self.here
+
+    def __del__(self) -> None:
+        self.on.append(self.on[-1] if self.on[-1] == self.index else -1)
 
 
 def test_on_a_device_a_program_waits_until_what_is_behind_it_is_there(monkeypatch):
+    on = [0]  # where a thread begins
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: on[-1])
+    monkeypatch.setattr(torch.accelerator, "set_device_index", on.append)
     first, second = (execution.Execution(name) for name in ("forward", "backward"))
-    events = Event(), Event()
-    execution._behind.extend(zip((first, second), events, strict=True))  # type: ignore[arg-type]
+    events = [Event(on, 3), Event(on, 2)]
+    places = [torch.device("cuda", event.index) for event in events]
+    execution._behind.extend(zip((first, second), places, events, strict=True))  # type: ignore[arg-type]
     assert execution.waiting() == [(-1, first)]
-    events[0].here = True
+    events.pop(0).here = True
     assert execution.waiting() == [(-1, second)]
-    events[1].here = True
+    events.pop().here = True
     assert execution.waiting() == [] and not execution._behind
+    assert set(on) == {0, 2, 3}
 
 
 def test_restarted_processes_do_not_hear_those_before(monkeypatch):

@@ -90,7 +90,7 @@ def clip_grad_norm_(
     wide = any(g.dtype is torch.float64 for g in grads)
     if pipeline is not None:
         total = total.to(pipeline.device_type)
-        wide = bool(_over(pipeline, total.new_tensor(float(wide)), "max"))
+        wide = bool(_over(pipeline, total.new_full((), float(wide)), "max"))
         if math.isinf(norm_type):
             total = _over(pipeline, total, "max")
         else:

@@ -171,7 +171,7 @@ class _Exchange:
         for copy, message in ((copy, copy.message) for copy in copies if copy.message is not None):
             devices.follow(copy.buffer.gradients.accumulator.stream, message)
             mine[len(state) :].add_(message.reshape(-1))
-        mine[: len(state)] = mine.new_tensor(state)
+        mine[: len(state)] = devices.numbers(state, mine.dtype, mine.device)
         self._shape, self._state = rows.shape, state
         self._parts = {weight.place: mine, **{rank: torch.empty_like(mine) for rank in weight.others}}
         received = [(rank, self._parts[rank]) for rank in weight.others]

@@ -73,12 +73,11 @@ def _owned(gradient: fx.Node) -> bool:
 
 
 def zeros(program: Program) -> dict[int, Zeros]:
-    """Returns the zeros that stand for a backward's tangents, by argument; none if there is only one tangent, which
-    then exists, or if shapes are dynamic (`tell_absent`).
+    """Returns the zeros that stand for a backward's tangents, by argument; none if shapes are dynamic
+    (`tell_absent`).
     """
-    found = tangents(program)
-    values = {i: node.meta["val"] for i, node in found.items()}
-    if len(found) < 2 or not all(map(_static, values.values())):
+    values = {i: node.meta["val"] for i, node in tangents(program).items()}
+    if not all(map(_static, values.values())):
         return {}
     return {i: Zeros(tuple(v.shape), v.stride(), v.dtype, v.device) for i, v in values.items()}
 

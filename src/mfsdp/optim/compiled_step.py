@@ -23,7 +23,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 
-from ..runtime import capturing
+from ..runtime import capturing, devices
 from .step_tracer import SETTINGS, Grows, Named, Recording, Step, is_counter, is_setting, record, settings
 from .symbolic_numbers import CannotRecord
 
@@ -114,7 +114,7 @@ class _Graph:
     def numbers(self, values: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, tuple[float, ...]]:
         """Returns the numbers that the graph reads, and the counters' values after the step."""
         found, count = self.recording.numbers(*values), self.recording.count
-        return torch.tensor(found[:count], dtype=torch.float64, device=device), found[count:]
+        return devices.numbers(found[:count], torch.float64, device), found[count:]
 
 
 class CompiledSteps:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -42,21 +42,40 @@ class CudaGraph:
         self._pool = pool or self._pools.setdefault(device, Pool())
 
     def record(self, work: Callable[[], T], stream: torch.Stream | None) -> T:
-        """Runs ``work`` without executing what it launches on ``stream``, and returns its result."""
+        """Runs ``work`` without executing what it launches on ``stream``, and returns its result.
+
+        Raises:
+            RuntimeError: it cannot be recorded. The current stream is as before, and the pool is a new one: torch
+                leaves both as they are in the recording (before 2.15, the stream).
+        """
         assert stream is not None
         names = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
         here = torch.cuda.Stream(**names)
         self._pool.handle = self._pool.handle or torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self._device)
-        with torch.cuda.graph(self._graph, pool=self._pool.handle, stream=here, capture_error_mode="thread_local"):
-            out = work()
+        before, outside = torch.cuda.memory_reserved(self._device), torch.cuda.current_stream(self._device)
+        try:
+            with torch.cuda.graph(self._graph, pool=self._pool.handle, stream=here, capture_error_mode="thread_local"):
+                out = work()
+        except BaseException:
+            torch.cuda.set_stream(outside)
+            _end_recording(self._device, self._pool)
+            raise
         self.nbytes = max(0, torch.cuda.memory_reserved(self._device) - before)
         return out
 
     def replay(self) -> None:
         """Launches on the current stream what was recorded."""
         self._graph.replay()
+
+
+def _end_recording(device: torch.device, pool: Pool) -> None:
+    """Ends allocation in a pool after a failed recording, and forgets the pool. Private in torch
+    (``_cuda_endAllocateToPool``); there in 2.11 to 2.15, not tried: it needs a GPU.
+    """
+    handle, pool.handle = pool.handle, None
+    with suppress(RuntimeError):  # torch has ended it
+        torch._C._cuda_endAllocateToPool(device.index, handle)
 
 
 GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}

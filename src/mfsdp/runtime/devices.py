@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -36,6 +36,20 @@ def home() -> torch.device:
         if index is not None:
             torch.accelerator.set_device_index(index)
     return torch.device(kind.type, torch.accelerator.current_device_index() if index is None else index)
+
+
+def numbers(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The host's numbers on a device. Nobody waits for the copy, as for one from memory that is not pinned."""
+    pinned = device.type not in ("cpu", "meta")
+    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=pinned)
+
+
+def stay_on(device: torch.device) -> None:
+    """Makes a device this thread's current one. A new thread is on the first device: freeing an event there would
+    initialize it, which takes some 0.5 GB of it per rank (meta-pytorch/torchcomms#777).
+    """
+    if torch.accelerator.current_device_index() != device.index:
+        torch.accelerator.set_device_index(device.index)
 
 
 def collective_device(group: str) -> torch.device:

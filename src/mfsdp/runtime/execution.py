@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import capturing, static_buffers
+from . import capturing, devices, static_buffers
 from .announcements import Announcements
 from .desync import Left, operation
 from .inflight import InFlight
@@ -232,15 +232,19 @@ class _Here(threading.local):
 
 _here = _Here()
 _last: tuple[str, float] = ("", 0.0)
-_behind: deque[tuple[Execution, torch.Event]] = deque(maxlen=1024)
+_behind: deque[tuple[Execution, torch.device, torch.Event]] = deque(maxlen=1024)
 """Programs with collectives on a device, each with an event after it; `waiting` removes complete ones."""
 
 
 def waiting() -> list[tuple[int, Execution]]:
     """Executions that wait for a collective, with their thread, or -1 for a device, on which the host does not wait.
-    The device part has not run yet.
+    For a thread that does nothing else: it stays on that device. The device part has not run yet.
     """
-    while _behind and _behind[0][1].query():
+    while _behind:
+        _, device, event = _behind[0]
+        devices.stay_on(device)
+        if not event.query():
+            break
         _behind.popleft()
     found = [(thread, each[-1]) for thread, each in list(_stacks.items()) if each[-1].waits % 2]
     return found or ([(-1, _behind[0][0])] if _behind else [])
@@ -319,7 +323,7 @@ def inside(run: Execution) -> Iterator[None]:
             if device.type != "cpu" and not capturing.is_recording():
                 event = torch.Event(device)
                 event.record()
-                _behind.append((run, event))
+                _behind.append((run, device, event))
                 break
 
 

@@ -47,8 +47,6 @@ from .te_eager import MainGrads
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Scope] = []
-        self.tickets: dict[int, Ticket] = {}
-        """Gathered buffers that forward reads, by address of their storage."""
         self.visited: set[UnitState] = set()
         """Units that are read only inside another unit's scope."""
         self.again: dict[UnitState, int] = {}
@@ -62,6 +60,10 @@ class _Thread(threading.local):
 
 
 _here = _Thread()
+_tickets: dict[int, Ticket] = {}
+"""Gathered buffers that forward reads, by address of their storage. Of the process, as `UnitState.full`: on a GPU
+autograd runs backward, and recomputes what was checkpointed, in a thread of its own.
+"""
 
 
 class Ticket:
@@ -293,7 +295,7 @@ def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:
 def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     """Returns all parameters of a buffer, full, with autograd; one collective."""
     full = _gathered(buffer)
-    ticket = _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
+    ticket = _tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
     with torch.enable_grad():  # later readers may need gradients
         params = _Gather.apply(buffer.weights.source, buffer, full, ticket.main_grads)  # type: ignore[no-untyped-call]
     ticket.watch = mutation_check.MutationCheck(buffer, params)
@@ -309,7 +311,7 @@ def _gathered(buffer: FlatBuffer) -> torch.Tensor:
 
 def lend(value: torch.Tensor) -> torch.Tensor:
     """What a module that keeps weights outside of autograd gets for one that it has read (Note [Lent weights])."""
-    ticket = _here.tickets.get(value.untyped_storage().data_ptr()) if type(value) is torch.Tensor else None
+    ticket = _tickets.get(value.untyped_storage().data_ptr()) if type(value) is torch.Tensor else None
     if ticket is None or not torch.is_grad_enabled():
         return value
     starts = [slot.offset if slot.numel else -1 for slot in ticket.buffer.layout.slots]
@@ -318,8 +320,8 @@ def lend(value: torch.Tensor) -> torch.Tensor:
 
 def check(unit: UnitState, place: str) -> None:
     """Raises a RuntimeError if a gathered parameter of the unit has been written to."""
-    for ticket in _here.tickets.values():
-        if ticket.buffer in unit.buffers and ticket.watch is not None:
+    for ticket in _tickets_of(unit):
+        if ticket.watch is not None:
             slot = ticket.watch.written()
             if slot is not None:
                 ticket.buffer.weights.stale = True  # a persistent buffer may have been written to
@@ -329,16 +331,16 @@ def check(unit: UnitState, place: str) -> None:
 def release(unit: UnitState) -> None:
     """Frees what the unit gathered, unless it is kept; backward gathers again."""
     if unit not in _here.again:
-        _release(unit, _here.tickets)
+        _release(unit)
 
 
-def _release(unit: UnitState, tickets: dict[int, Ticket]) -> None:
+def _release(unit: UnitState) -> None:
     if unit.kept or unit.open:
         return
     unit.full.clear()
-    for address, ticket in list(tickets.items()):
+    for address, ticket in list(_tickets.items()):
         if ticket.buffer in unit.buffers:
-            del tickets[address]
+            _tickets.pop(address, None)
             _drop(ticket)
 
 
@@ -365,18 +367,26 @@ def _end_called() -> None:
 
 
 def _forget_written(unit: UnitState) -> None:
-    """Frees a called unit whose weights have been written since it was gathered."""
+    """Frees a unit whose weights have been written since it was gathered: one that was called, or one that a backward
+    has gathered again in its thread and left, after an exception.
+    """
+    if unit.open or not any(t.version != t.buffer.weights.version for t in _tickets_of(unit)):
+        return
     if _here.called is not None and _here.called.unit is unit:
-        tickets = [t for t in _here.tickets.values() if t.buffer in unit.buffers]
-        if any(t.version != t.buffer.weights.version for t in tickets):
-            _end_called()
+        _end_called()
+    else:
+        _release(unit)
+
+
+def _tickets_of(unit: UnitState) -> list[Ticket]:
+    return [ticket for ticket in list(_tickets.values()) if ticket.buffer in unit.buffers]
 
 
 def _keep_for_backward(unit: UnitState) -> None:
     """Frees a unit whose forward was recomputed, except for what backward reads next."""
     if not _here.recomputed:
         engine.after_backward(_here.recomputed.clear)  # may run in another thread
-    gathered = [(t, t.full) for t in _here.tickets.values() if t.buffer in unit.buffers]
+    gathered = [(ticket, ticket.full) for ticket in _tickets_of(unit)]
     release(unit)
     for ticket, full in gathered:
         if ticket.full is None and full is not None:
@@ -387,23 +397,23 @@ def _keep_until_backward_ends(unit: UnitState) -> None:
     if unit in _here.again:
         return
     if not _here.again:
-        again, tickets = _here.again, _here.tickets  # the callback may run in another thread
-        engine.after_backward(lambda: _recomputed(again, tickets))
+        again = _here.again  # the callback may run in another thread
+        engine.after_backward(lambda: _recomputed(again))
     _here.again[unit] = engine.backward_number()
 
 
-def _recomputed(again: dict[UnitState, int], tickets: dict[int, Ticket]) -> None:
+def _recomputed(again: dict[UnitState, int]) -> None:
     """Frees what a backward has gathered for recomputation."""
     units = list(again)
     again.clear()
     for unit in units:
-        _release(unit, tickets)
+        _release(unit)
 
 
 def _forget_recomputed() -> None:
     """The same for a backward that an exception has ended, or that was nested in another."""
     if _here.again and engine.backward_number() not in _here.again.values():
-        _recomputed(_here.again, _here.tickets)
+        _recomputed(_here.again)
 
 
 def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
@@ -413,7 +423,7 @@ def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
 
     def pack(t: torch.Tensor) -> object:
         local = here(t) if type(t) is DTensor else t
-        ticket = _here.tickets.get(local.untyped_storage().data_ptr()) if _plain(local) else None
+        ticket = _tickets.get(local.untyped_storage().data_ptr()) if _plain(local) else None
         if ticket is not None:
             return _Saved(ticket, t)
         return outer[0](t) if outer else _Kept(t)

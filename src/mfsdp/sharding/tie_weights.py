@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,7 +15,7 @@ from ..buffers.norms import pipeline_axis
 from ..buffers.tied_copies import TiedCopy, TiedWeight
 from ..dtensor.parameter_names import original
 from ..dtensor.tp_shards import here
-from ..runtime import groups
+from ..runtime import devices, execution, groups, sync_collectives
 from ..runtime.checksums import checksum
 
 
@@ -54,6 +55,9 @@ def tie_weights(modules: nn.Module | Sequence[nn.Module], names: Sequence[str], 
         if fault := _fault(names, [(rank, copy) for rank in members for copy in every[rank][1]]):
             raise ValueError(f"tie_weights: {fault}")
     group = groups.lanes_of(str(axis.get_group().group_name), axis.device_type)[1]
+    # NCCL makes a communicator in a group's first operation, and expects all of its ranks there
+    with execution.announced("tie_weights", group):
+        sync_collectives.reduced(torch.zeros(1, device=devices.collective_device(group)), "sum", group)
     place = pipeline.index(groups.rank())
     holders = [at for at, rank in enumerate(pipeline) if every[rank][1]]
     if mine:
