@@ -142,13 +142,16 @@ def test_no_kernel_multiplies_by_one(name, world):
 
 
 def by_one(code: str) -> list[str]:
-    """Returns the lines of Triton kernels that multiply by one what is no sine or cosine."""
+    """Returns the lines of Triton kernels that multiply by one what is no sine or cosine, nor a reciprocal, as which
+    torch 2.12 and older write SiLU's derivative.
+    """
     found = []
     for kernel in code.split("@triton.jit"):
         said = dict(re.findall(r"(\w+) = (.+)", kernel))
+        ones = [name for name, value in said.items() if re.match(r"tl\.full\(\[[\d, ]*\], 1(\.0)?,", value)]
+        natural = re.compile(rf"tl_math\.(sin|cos)\(|\(({'|'.join(ones)}) / ")
         for line, *factors in re.findall(r"(\w+ = (\w+) \* (\w+))", kernel):
-            ones = [f for f in factors if re.match(r"tl\.full\(\[[\d, ]*\], 1\.0,", said.get(f, ""))]
             others = [said.get(f, "") for f in factors if f not in ones]
-            if ones and not all(re.match(r"tl_math\.(sin|cos)\(", other) for other in others):
+            if len(others) < 2 and not all(map(natural.match, others)):
                 found.append(line)
     return found

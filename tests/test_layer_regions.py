@@ -243,6 +243,8 @@ def graphs(model: nn.Module, monkeypatch: pytest.MonkeyPatch, regions: bool, **s
 def check(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **sharding: Any) -> int:
     (whole, none), (now, calls) = (graphs(model, monkeypatch, on, **sharding) for on in (False, True))
     assert now == whole and none == 0
+    if not hasattr(torch._guards, "InvokeSubgraphReuseCondition"):  # torch 2.11
+        pytest.skip("this torch traces every layer")
     return calls
 
 

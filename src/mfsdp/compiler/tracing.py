@@ -247,7 +247,14 @@ def _logs_nothing() -> AbstractContextManager[None]:
     methods = {getattr(logging.Logger, n) for n in (*names, "warning_advice") if hasattr(logging.Logger, n)}
     known = "ignore_logging_functions"
     name = known if hasattr(dynamo_config, known) else "ignore_logger_methods"
-    return dynamo_config.patch({name: {*getattr(dynamo_config, name), *methods}})  # type: ignore[no-any-return]
+    return dynamo_config.patch({name: _Unlisted({*getattr(dynamo_config, name), *methods})})  # type: ignore[no-any-return]
+
+
+class _Unlisted(set[Any]):
+    """Seems empty to who lists it: torch 2.11 sorts sets of its configuration for a log. Functions have no order."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 class _Traced(BaseException):
