@@ -90,6 +90,11 @@ def part_of_a_sum(net: Any, inner: Any, h: torch.Tensor) -> Any:
     return loss_of(logits), first + logits
 
 
+def view_between_kernels(net: Any, inner: Any, h: torch.Tensor) -> Any:
+    logits = net.head(h).tanh()
+    return loss_of(logits.view(-1, 16)), logits
+
+
 def between_layers(net: Any, inner: Any, h: torch.Tensor) -> Any:
     return loss_of(net.head(h)), h
 
@@ -110,6 +115,7 @@ def narrow(net: Any, inner: Any, h: torch.Tensor) -> Any:
 
 RESULTS = {
     scored: 1, unread: 0, read_twice: 1, expanded_gradient: 0, shared_gradient: 0, shared_view: 0, part_of_a_sum: 0,
+    view_between_kernels: 1,
     between_layers: 1, inside_layers: 0, views: 1, narrow: 1,
 }  # fmt: skip
 """How many tangents are optional: those that are added to a gradient, outside of layers, in memory of its own."""
@@ -211,9 +217,10 @@ def test_gradients_of_all_uses(result: Result) -> None:
         pair.compare(use, bits=True)
 
 
-def test_one_compiled_backward_serves_all(given: list[bool]) -> None:
+@pytest.mark.parametrize("result", [scored, view_between_kernels, between_layers], ids=lambda r: r.__name__)
+def test_one_compiled_backward_serves_all(result: Result, given: list[bool]) -> None:
     with without_inductor():
-        pair = Pair(scored, "stitched")
+        pair = Pair(result, "stitched")
         for use in USES.values():
             pair.compare(use, bits=False)
     assert given == [False, True, True, False]
@@ -222,7 +229,7 @@ def test_one_compiled_backward_serves_all(given: list[bool]) -> None:
 @pytest.mark.inductor
 @pytest.mark.parametrize("lowering", ["stitched", "whole"])
 def test_inductor(lowering: str, given: list[bool]) -> None:
-    pair = Pair(scored, lowering)
+    pair = Pair(view_between_kernels, lowering)
     for use in USES.values():
         pair.compare(use, bits=False)
     assert given == ([False, True, True, False] if lowering == "stitched" else [])
