@@ -138,4 +138,4 @@ def test_numbers_go_to_a_device_without_a_wait(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch, "tensor", tensor)
     devices.numbers([1.0], torch.float64, torch.device("cuda", 0))
-    assert told == [{"dtype": torch.float64, "pin_memory": True}, {"non_blocking": True}]
+    assert told == [{"dtype": torch.float64, "device": "cpu", "pin_memory": True}, {"non_blocking": True}]

@@ -42,6 +42,7 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([Layer() for _ in range(2)])
         self.head, self.other = nn.Linear(8, 32), nn.Linear(8, 4)
+        self.place = nn.Parameter(torch.randn(4, 6, 8))
         self.result = result
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -95,6 +96,26 @@ def view_between_kernels(net: Any, inner: Any, h: torch.Tensor) -> Any:
     return loss_of(logits.view(-1, 16)), logits
 
 
+def transposed(net: Any, inner: Any, h: torch.Tensor) -> Any:
+    logits = net.head(h)
+    return loss_of(logits.transpose(1, 2)), logits
+
+
+def several_results(net: Any, inner: Any, h: torch.Tensor) -> Any:
+    logits = net.head(h)
+    return loss_of(torch.nn.functional.layer_norm(logits, (32,)).sin()), logits
+
+
+def broadcast_and_cut(net: Any, inner: Any, h: torch.Tensor) -> Any:
+    logits = net.head(h)
+    return loss_of(torch.cat([logits, torch.ones_like(logits[:, :1])], 1).sum(0)), logits
+
+
+def parameter(net: Any, inner: Any, h: torch.Tensor) -> Any:
+    x = inner[0] + net.place
+    return loss_of(net.head(x.sin())), x
+
+
 def between_layers(net: Any, inner: Any, h: torch.Tensor) -> Any:
     return loss_of(net.head(h)), h
 
@@ -115,7 +136,7 @@ def narrow(net: Any, inner: Any, h: torch.Tensor) -> Any:
 
 RESULTS = {
     scored: 1, unread: 0, read_twice: 1, expanded_gradient: 0, shared_gradient: 0, shared_view: 0, part_of_a_sum: 0,
-    view_between_kernels: 1,
+    view_between_kernels: 1, transposed: 0, several_results: 0, broadcast_and_cut: 0, parameter: 0,
     between_layers: 1, inside_layers: 0, views: 1, narrow: 1,
 }  # fmt: skip
 """How many tangents are optional: those that are added to a gradient, outside of layers, in memory of its own."""
@@ -203,7 +224,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     yield found
 
 
-FAST = (scored, unread, shared_view, views)
+FAST = (unread, views, transposed, several_results, broadcast_and_cut, parameter)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +248,9 @@ def test_one_compiled_backward_serves_all(result: Result, given: list[bool]) -> 
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("lowering", ["stitched", "whole"])
-def test_inductor(lowering: str, given: list[bool]) -> None:
-    pair = Pair(view_between_kernels, lowering)
+@pytest.mark.parametrize("lowering, dynamic", [("stitched", False), ("whole", True)])
+def test_inductor(lowering: str, dynamic: bool, given: list[bool]) -> None:
+    pair = Pair(view_between_kernels, lowering, dynamic=dynamic)
     for use in USES.values():
         pair.compare(use, bits=False)
     assert given == ([False, True, True, False] if lowering == "stitched" else [])

@@ -8,6 +8,8 @@ memory peaks, written, read, and added to a gradient. So:
 - `tell_absent` makes autograd hand over ``None`` instead.
 - `make_optional` replaces the addition of a tangent by `add_tangent`, which adds in place what exists. The driver calls
   it, so one compiled backward serves all callers. Compilers still fuse additions inside layers, which would be split.
+  Nothing but the driver's order says that readers of the gradient come later. So it takes the value that owns the
+  memory, by which subgraphs know that its readers stay, and no gradient that a pass packs where it is computed.
 - `CompiledProgram` makes the zeros that a program still needs.
 """
 
@@ -24,7 +26,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # private; tried on 2.11 to 2.15
 
 from ..ir import ops
-from ..ir.program import INPUT, LAYER, OPTIONAL, Program, is_element, view_of
+from ..ir.program import INPUT, LAYER, OPTIONAL, Program, view_of
 from ..ir.roles import role
 from ..runtime.program_info import ProgramInfo, Zeros
 
@@ -44,32 +46,50 @@ def make_optional(program: Program) -> None:
         if len(tangent.users) > 1 or total.target is not aten.add.Tensor or total.kwargs:
             continue
         gradient = next((n for n in total.all_input_nodes if n is not tangent), tangent)
-        if _same(gradient, tangent) and _owned(gradient) and not _in_layer(gradient, total):
-            with program.graph.inserting_before(total):
-                program.graph.call_function(ops.add_tangent, (gradient, tangent)).meta["val"] = None
-            total.replace_all_uses_with(gradient)
-            program.graph.erase_node(total)
-            tangent.meta[OPTIONAL] = True
+        owner = _owner(gradient)
+        if owner is None or not _alike(gradient, tangent, total) or _in_layer(gradient, total) or _leaves(total):
+            continue
+        with program.graph.inserting_before(total):
+            program.graph.call_function(ops.add_tangent, (owner, tangent)).meta["val"] = None
+        total.replace_all_uses_with(gradient)
+        program.graph.erase_node(total)
+        tangent.meta[OPTIONAL] = True
+
+
+def _owner(gradient: fx.Node) -> fx.Node | None:
+    """Returns the operator's result that a gradient is all of; ``None`` if something else reads it or shares it."""
+    node = gradient
+    while len(node.users) == 1 and node.target in _RESHAPES:
+        node = node.args[0]  # type: ignore[assignment]
+    value = node.meta.get("val")
+    owns = node.op == "call_function" and view_of(node) is None and role(node) is None and len(node.users) == 1
+    return node if owns and isinstance(value, torch.Tensor) and value.is_contiguous() else None
+
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default)
+
+
+def _alike(gradient: fx.Node, tangent: fx.Node, total: fx.Node) -> bool:
+    """Returns whether the gradient can stand for the sum, and the tangent has its shape."""
+    a, b, c = (n.meta["val"] for n in (gradient, tangent, total))
+    same = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return bool(same and (a.shape, a.dtype, a.stride()) == (c.shape, c.dtype, c.stride()))
 
 
 def _in_layer(gradient: fx.Node, total: fx.Node) -> bool:
-    """Returns whether a layer computes the gradient and reads the sum, which autograd has added to no layer."""
+    """Returns whether the layer that computes the gradient also reads the sum. Autograd's additions name no layer."""
     layer = gradient.meta.get(LAYER)
     return layer is not None and any(user.meta.get(LAYER) == layer for user in total.users)
 
 
-def _same(gradient: fx.Node, tangent: fx.Node) -> bool:
-    a, b = gradient.meta["val"], tangent.meta["val"]
-    return bool((a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device))
-
-
-def _owned(gradient: fx.Node) -> bool:
-    """Returns whether a value, read once, is all of an operator's result, which nothing else reads."""
-    numel, node = gradient.meta["val"].numel(), gradient
-    while len(node.users) == 1 and (parent := view_of(node)) is not None:
-        node = parent
-    fresh = node.op == "call_function" and role(node) is None and not is_element(node)
-    return fresh and len(node.users) == 1 and bool(node.meta["val"].numel() == numel)
+def _leaves(total: fx.Node) -> bool:
+    """Returns whether the sum is a result or a parameter's gradient, which `passes.reduce` packs as soon as it is
+    computed.
+    """
+    return any(
+        user.op == "output" or user.target is ops.param_grad or (view_of(user) is total and _leaves(user))
+        for user in total.users
+    )
 
 
 def zeros(program: Program) -> dict[int, Zeros]:

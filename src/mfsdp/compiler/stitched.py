@@ -161,10 +161,10 @@ def sites(gm: fx.GraphModule, steps: Sequence[Step], backward: bool) -> dict[Sub
 
 def _may_keep(node: Node) -> bool:
     """Returns whether an operation of the schedule may keep what it reads longer than the program."""
-    return scheduled(node) and not is_element(node) and node.target not in _ONLY_READ
+    return scheduled(node) and not is_element(node) and node.target not in _KEEP_NOTHING
 
 
-_ONLY_READ = (
+_KEEP_NOTHING = (
     ops.all_gather, ops.bucket, ops.add_tangent, ops.reduce_scatter, ops.all_reduce, ops.wait, ops.collective,
 )  # fmt: skip
 

@@ -298,12 +298,10 @@ def _moving_back(first: Sequence[Node], number: int, found: _Found, end: Set[Nod
 
 def _pinned(node: Node) -> bool:
     """Returns whether a value must keep its readers in place: an operation of the schedule returns it, waits for it or
-    refreshes it in place, or it is written, also through a view.
+    refreshes it in place, or a buffer is written.
     """
-    users = [user for user in node.users if user.target is not ops.probe]  # it writes nothing
-    if scheduled(node) or any(scheduled(user) or node in mutates(user) for user in users):
-        return True
-    return any(user.target is ops.add_tangent for user in _readers(node))
+    users = (user for user in node.users if user.target is not ops.probe)  # it writes nothing
+    return scheduled(node) or any(scheduled(user) or node in mutates(user) for user in users)
 
 
 def _movable(node: Node) -> bool:

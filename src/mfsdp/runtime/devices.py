@@ -41,7 +41,7 @@ def home() -> torch.device:
 def numbers(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The host's numbers on a device. Nobody waits for the copy, as for one from memory that is not pinned."""
     pinned = device.type not in ("cpu", "meta")
-    return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=pinned)
+    return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=pinned)
 
 
 def stay_on(device: torch.device) -> None:

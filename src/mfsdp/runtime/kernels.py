@@ -218,9 +218,11 @@ def hold(run: Execution, source: torch.Tensor, grads: torch.Tensor, offsets: Seq
 
 
 def add_tangent(run: Execution, grad: torch.Tensor, tangent: torch.Tensor | None) -> None:
-    """Adds what the caller's gradient of a result contributes, in place (Note [Optional tangents])."""
+    """Adds what the caller's gradient of a result contributes, in place (Note [Optional tangents]). ``grad``:
+    contiguous, of as many elements.
+    """
     if tangent is not None:
-        grad.add_(tangent)
+        grad.view(tangent.shape).add_(tangent)
 
 
 def reduce_scatter(run: Execution, gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
