@@ -47,6 +47,14 @@ def quantised(p: Program) -> torch.fx.Node:
     return next(n for n in p.nodes if n.target is ops.all_gather).args[0]  # type: ignore[return-value]
 
 
+@mutation(72)
+def tangent_added_late(p: Program) -> None:
+    read = next(n for n in p.nodes if n.target is torch.ops.aten.mm.default and n.users)
+    tangent = next(n for n in p.nodes if n.name.startswith("tangents"))
+    with p.graph.inserting_before(p.output):
+        p.graph.call_function(ops.add_tangent, (read, tangent)).meta["val"] = None
+
+
 @mutation(46, "forward", fp8=True)
 def codes_that_mix_rows(p: Program) -> None:
     code = quantised(p)

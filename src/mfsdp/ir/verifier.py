@@ -421,6 +421,14 @@ def one_way(p: Program) -> Iterator[Fault]:
             yield result, f"{result.name} is saved on the device although its storage is offloaded"
 
 
+def complete(p: Program) -> Iterator[Fault]:
+    """72: nothing reads a gradient before the tangents are added to it (Note [Optional tangents])."""
+    for node in p.calls(ops.add_tangent):
+        for reader in p.readers(base_of(node.args[0])):  # type: ignore[arg-type]
+            if reader < node and reader.target is not ops.add_tangent:
+                yield reader, f"{reader.name} reads {base_of(node.args[0]).name} before a tangent is added to it"  # type: ignore[arg-type]
+
+
 INVARIANTS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
     (2, stored),
     (3, one_path),
@@ -439,5 +447,6 @@ INVARIANTS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
     (46, own_rows),
     (47, computed_again),
     (53, one_way),
+    (72, complete),
 )
 """Number (docs/internals/invariants.md) and function."""
