@@ -111,6 +111,23 @@ def broadcast_and_cut(net: Any, inner: Any, h: torch.Tensor) -> Any:
     return loss_of(torch.cat([logits, torch.ones_like(logits[:, :1])], 1).sum(0)), logits
 
 
+def copied(net: Any, inner: Any, h: torch.Tensor) -> Any:
+    logits = net.head(h)
+    return loss_of(Copied.apply(logits)), logits  # type: ignore[no-untyped-call]
+
+
+class Copied(torch.autograd.Function):
+    """Its gradient is a copy, which a compiler may leave out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.clone()
+
+
 def parameter(net: Any, inner: Any, h: torch.Tensor) -> Any:
     x = inner[0] + net.place
     return loss_of(net.head(x.sin())), x
@@ -136,7 +153,7 @@ def narrow(net: Any, inner: Any, h: torch.Tensor) -> Any:
 
 RESULTS = {
     scored: 1, unread: 0, read_twice: 1, expanded_gradient: 0, shared_gradient: 0, shared_view: 0, part_of_a_sum: 0,
-    view_between_kernels: 1, transposed: 0, several_results: 0, broadcast_and_cut: 0, parameter: 0,
+    view_between_kernels: 1, transposed: 0, several_results: 0, broadcast_and_cut: 0, parameter: 0, copied: 0,
     between_layers: 1, inside_layers: 0, views: 1, narrow: 1,
 }  # fmt: skip
 """How many tangents are optional: those that are added to a gradient, outside of layers, in memory of its own."""
@@ -248,7 +265,7 @@ def test_one_compiled_backward_serves_all(result: Result, given: list[bool]) -> 
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("lowering, dynamic", [("stitched", False), ("whole", True)])
+@pytest.mark.parametrize("lowering, dynamic", [("stitched", False), ("whole", False), ("whole", True)])
 def test_inductor(lowering: str, dynamic: bool, given: list[bool]) -> None:
     pair = Pair(view_between_kernels, lowering, dynamic=dynamic)
     for use in USES.values():

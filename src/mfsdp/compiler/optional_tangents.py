@@ -62,11 +62,23 @@ def _owner(gradient: fx.Node) -> fx.Node | None:
     while len(node.users) == 1 and node.target in _RESHAPES:
         node = node.args[0]  # type: ignore[assignment]
     value = node.meta.get("val")
-    owns = node.op == "call_function" and view_of(node) is None and role(node) is None and len(node.users) == 1
-    return node if owns and isinstance(value, torch.Tensor) and value.is_contiguous() else None
+    owns = _computes(node) and view_of(node) is None and role(node) is None and len(node.users) == 1
+    return node if owns and isinstance(value, torch.Tensor) and _static(value) and value.is_contiguous() else None
 
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
+
+
+def _computes(node: fx.Node) -> bool:
+    """Returns whether a node is an operator of torch whose result has memory of its own also in compiled code, which
+    leaves out operators that do nothing.
+    """
+    space, _, name = str(getattr(getattr(node.target, "_schema", None), "name", "")).partition("::")
+    return space in ("aten", "prims") and name not in _LEFT_OUT
+
+
+_LEFT_OUT = ("clone", "copy", "cat", "pow", "slice_scatter", "repeat", "constant_pad_nd", "device_put")
+"""Of ``noop_registry`` in Inductor's post-grad passes, with 2.11 to 2.15."""
 
 
 def _alike(gradient: fx.Node, tangent: fx.Node, total: fx.Node) -> bool:
