@@ -41,7 +41,7 @@ def tangents(program: Program) -> dict[int, fx.Node]:
 
 def make_optional(program: Program) -> None:
     """Adds tangents in place that are read by nothing but the addition to a gradient."""
-    for tangent in tangents(program).values():
+    for tangent in tangents(program).values() if zeros(program) else ():
         total = next(iter(tangent.users), tangent)
         if len(tangent.users) > 1 or total.target is not aten.add.Tensor or total.kwargs:
             continue
@@ -105,11 +105,11 @@ def _leaves(total: fx.Node) -> bool:
 
 
 def zeros(program: Program) -> dict[int, Zeros]:
-    """Returns the zeros that stand for a backward's tangents, by argument; none if shapes are dynamic
-    (`tell_absent`).
+    """Returns the zeros that stand for a backward's tangents, by argument; none if all tangents exist because shapes
+    are dynamic or results are subclasses (`tell_absent`), of which a backward takes the components.
     """
     values = {i: node.meta["val"] for i, node in tangents(program).items()}
-    if not all(map(_static, values.values())):
+    if not all(isinstance(value, torch.Tensor) and _static(value) for value in values.values()):
         return {}
     return {i: Zeros(tuple(v.shape), v.stride(), v.dtype, v.device) for i, v in values.items()}
 
