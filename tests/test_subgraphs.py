@@ -280,7 +280,7 @@ def test_what_stretches_cannot_hold_is_compiled_as_one_graph(monkeypatch):
     monkeypatch.setattr(stitched.log, "info", lambda text, *words: told.append(text % words))
     found = program(4, "inference")
     node = next(n for n in found.nodes if n.target is torch.ops.aten.embedding.default)
-    monkeypatch.setattr("mfsdp.compiler.subgraphs._symbolic", lambda value: value is node.meta["val"])
+    monkeypatch.setattr("mfsdp.compiler.subgraphs.symbolic", lambda value: value is node.meta["val"])
     with pytest.raises(CannotSplit, match=f"the size of {node.name} is not known"):
         split(found.gm)
     one = stitched.stitched(lambda *_, **__: "whole", lambda *_, **__: "each")

@@ -183,8 +183,8 @@ class _Compilation:
             elif self.options.check and code:
                 schedule_check.compare(operations, code)
             takes_none = isinstance(compiled, Stitched) or self.options.lowering == "eager"
-            known = optional_tangents.needed(program, info) if takes_none else info
-            out = CachedProgram(compiled, known, about, self.decide.found if self.decide is not None else {})
+            facts = optional_tangents.needed(program, info) if takes_none else info
+            out = CachedProgram(compiled, facts, about, self.decide.found if self.decide is not None else {})
             if self.capture.key:
                 out.keep()
             return out

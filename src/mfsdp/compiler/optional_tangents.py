@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # privat
 from ..ir import ops
 from ..ir.program import INPUT, LAYER, OPTIONAL, Program, view_of
 from ..ir.roles import role
+from ..ir.symbolic_sizes import symbolic
 from ..runtime.program_info import ProgramInfo, Zeros
 
 aten = torch.ops.aten
@@ -63,7 +64,7 @@ def _owner(gradient: fx.Node) -> fx.Node | None:
         node = node.args[0]  # type: ignore[assignment]
     value = node.meta.get("val")
     owns = _computes(node) and view_of(node) is None and role(node) is None and len(node.users) == 1
-    return node if owns and isinstance(value, torch.Tensor) and _static(value) and value.is_contiguous() else None
+    return node if owns and isinstance(value, torch.Tensor) and not symbolic(value) and value.is_contiguous() else None
 
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
@@ -109,7 +110,7 @@ def zeros(program: Program) -> dict[int, Zeros]:
     are dynamic or results are subclasses (`tell_absent`), of which a backward takes the components.
     """
     values = {i: node.meta["val"] for i, node in tangents(program).items()}
-    if not all(isinstance(value, torch.Tensor) and _static(value) for value in values.values()):
+    if not all(isinstance(value, torch.Tensor) and not symbolic(value) for value in values.values()):
         return {}
     return {i: Zeros(tuple(v.shape), v.stride(), v.dtype, v.device) for i, v in values.items()}
 
@@ -132,9 +133,8 @@ def tell_absent(gm: fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..
     """
     values = [v for n in gm.graph.nodes if n.op in ("placeholder", "output") for v in _values(n)]
     results = [v for v in _values(gm.graph.output_node()) if isinstance(v, torch.Tensor) and v.requires_grad]
-    if len(results) < 2 or not all(map(_static, values)) or any(map(is_traceable_wrapper_subclass, results)):
-        return compiled
-    if torch._dynamo.config.compiled_autograd:
+    needs_zeros = any(map(symbolic, values)) or any(map(is_traceable_wrapper_subclass, results))
+    if len(results) < 2 or needs_zeros or torch._dynamo.config.compiled_autograd:
         return compiled
     own: list[type] = []  # the class of the graph's node in autograd: results may be arguments, which have others
 
@@ -156,9 +156,3 @@ def tell_absent(gm: fx.GraphModule, compiled: Callable[..., Any]) -> Callable[..
 def _values(node: fx.Node) -> list[object]:
     """Returns the values of a placeholder, or of the results of an output."""
     return [n.meta.get("example_value") for n in (node.all_input_nodes if node.op == "output" else [node])]
-
-
-def _static(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return all(isinstance(n, int) for n in (*value.shape, *value.stride()))
-    return not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

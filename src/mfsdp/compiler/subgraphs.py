@@ -41,6 +41,7 @@ from ..ir.byte_costs import nbytes
 from ..ir.fp8_patterns import SCALE
 from ..ir.program import LAYER, is_element, mutates, operator, view_of
 from ..ir.roles import Kind, is_kind
+from ..ir.symbolic_sizes import symbolic
 from .layer_match import described, extracted, lines
 from .outlining import MIN_LAYERS
 
@@ -216,12 +217,6 @@ def _validate(gm: fx.GraphModule, node: Node) -> None:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
 
 
-def _symbolic(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return any(map(_symbolic, (*value.shape, *value.stride(), value.storage_offset())))
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
 def _readers(node: Node) -> Iterator[Node]:
     """Yields the readers of a value, direct or through views and elements."""
     for user in node.users:
@@ -382,7 +377,7 @@ def _subgraph(compute: Sequence[Node]) -> Subgraph:
     nodes, inputs = _gathered(compute, again)
     for node in (*inputs, *nodes):
         value = node.meta.get("val")
-        if any(map(_symbolic, value if isinstance(value, (tuple, list)) else [value])):
+        if any(map(symbolic, value if isinstance(value, (tuple, list)) else [value])):
             raise CannotSplit(f"the size of {node.name} is not known before it runs")
     return Subgraph(nodes, inputs, [n for n in compute if isinstance(n.meta.get("val"), torch.Tensor)])
 

@@ -33,6 +33,13 @@ def shape_of(value: torch.Tensor) -> torch.Size:
     return shape if all(type(n) is int for n in shape) else torch.Size(hint(n) for n in shape)
 
 
+def symbolic(value: object) -> bool:
+    """Whether a number is symbolic, or a tensor's shape, strides or offset are."""
+    if isinstance(value, torch.Tensor):
+        return any(map(symbolic, (*value.shape, *value.stride(), value.storage_offset())))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
 def expect(sizes: Sequence[Any], total: int) -> None:
     """Records the sum of data-dependent sizes; the estimate of each is an equal part."""
     for size in sizes:
