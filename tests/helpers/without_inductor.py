@@ -7,21 +7,45 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+from functorch.compile import config as functorch_config
+
 from mfsdp.compiler import lowering, stitched
 
 
 @contextmanager
-def without_inductor() -> Iterator[None]:
-    """The graphs of ``"stitched"`` and ``"whole"``, cut or not, their compute run by ATen."""
+def without_inductor(overwrite: bool = False) -> Iterator[None]:
+    """The graphs of ``"stitched"`` and ``"whole"``, cut or not, their compute run by ATen.
+
+    Args:
+        overwrite: whether subgraphs overwrite, with NaN, all inputs that they may overwrite.
+    """
     before = dict(lowering.LOWERINGS)
-    nothing: Callable[..., Any] = lowering._kernels
+    nothing: Callable[..., Any] = _overwriting if overwrite else lowering._kernels
     lowering.LOWERINGS["stitched"] = partial(lowering.inductor, compile=stitched.stitched(_never, nothing))
     lowering.LOWERINGS["whole"] = partial(lowering.inductor, compile=nothing)
     try:
-        yield
+        with functorch_config.patch(enable_autograd_cache=False):  # it may hold what Inductor has compiled
+            yield
     finally:
         lowering.LOWERINGS.update(before)
 
 
 def _never(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("it could not be cut")
+
+
+def _overwriting(graph: torch.fx.GraphModule, example: Any, **kwargs: Any) -> Callable[[list[Any]], Any]:
+    run = lowering._kernels(graph, example, **kwargs)
+    dying = [i for i, n in enumerate(graph.graph.find_nodes(op="placeholder")) if n.name.startswith("dying")]
+
+    def body(args: list[Any]) -> Any:
+        gone = [args[i] for i in dying]
+        out = run(args)
+        kept = {x.untyped_storage()._cdata for x in out if isinstance(x, torch.Tensor)}
+        for x in gone:
+            if x.untyped_storage()._cdata not in kept and x.is_floating_point():
+                x.fill_(float("nan"))
+        return out
+
+    return body

@@ -31,7 +31,7 @@ from torch.fx import Node
 
 from ..ir import ops
 from ..ir.byte_costs import nbytes
-from ..ir.program import GIVEN, INPUT, LAYER, STORAGE, is_element, mutates, operator, storage_of, view_of
+from ..ir.program import GIVEN, INPUT, LAYER, STORAGE, Storage, is_element, mutates, operator, storage_of, view_of
 from ..ir.roles import Kind, Lane, Role, mark, role
 from .joint_graph import computed_from
 
@@ -134,9 +134,8 @@ def _fetch(backward: fx.GraphModule, owner: Node, host: Node, by_view: Mapping[N
     graph, saved_view = backward.graph, next(iter(by_view.values()))
     with graph.inserting_before(saved_view):
         argument = graph.placeholder(host.name)
-    number, *_ = saved_view.meta[STORAGE]
     argument.meta = {k: v for k, v in saved_view.meta.items() if k not in (INPUT, GIVEN)}
-    argument.meta |= {"val": host.meta["val"], STORAGE: (number, None, False)}
+    argument.meta |= {"val": host.meta["val"], STORAGE: Storage(saved_view.meta[STORAGE].number, None, False)}
     mark(argument, role(host))  # type: ignore[arg-type]
     reloaded = Role(Kind.RELOAD, role(host).unit, Lane.HOST)  # type: ignore[union-attr]
     with graph.inserting_before(before):

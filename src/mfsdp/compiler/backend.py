@@ -128,6 +128,7 @@ class _Compilation:
         self.decide, self.pace, self.passes = settings.decide, settings.pace, settings.passes
         self.capture = capture = Capture(inputs, names)
         capture.optional_tangents = not options.interleave  # which sorts what writes nothing
+        capture.overwrites_results = lowering.overwrites_results(options.lowering, options.cuda_graph is not None)
         capture.notes = attention_masks.fold_masks(gm, capture.input_names)
         for text in capture.notes:
             log.info("mfsdp: %s: %s", capture.name, text)

@@ -21,6 +21,7 @@ from ..config.layout import plan
 from ..config.options import Precision
 from ..config.units import Unit, UnitSpec
 from ..ir import ops
+from ..ir.byte_costs import nbytes, size
 from ..ir.program import (
     AXIS,
     GIVEN,
@@ -30,12 +31,13 @@ from ..ir.program import (
     STORAGE,
     Phase,
     Program,
+    Storage,
     base_of,
     is_functional_collective,
     storage_of,
 )
 from ..ir.roles import Kind, Role, is_kind, mark, role
-from ..ir.symbolic_sizes import expect, shape_of
+from ..ir.symbolic_sizes import expect, shape_of, symbolic
 from ..runtime import buffer_registry, groups
 from . import joint_graph, optional_tangents, outlining
 from .activation_offload import offload_activations
@@ -97,6 +99,8 @@ class Capture(CustomPartitionerFn):
         """Identifies, with the graph, what becomes of it (Note [Warm starts]); ``""``: caches keep nothing."""
         self.optional_tangents = True
         """Whether backward may leave tangents out (Note [Optional tangents])."""
+        self.overwrites_results = False
+        """Whether backward may overwrite large results of forward (Note [Overwritten results])."""
         self.notes: list[str] = []
         """Texts for listings: what was done to the graph before capture."""
         self._names(inputs, names)
@@ -241,7 +245,7 @@ class Capture(CustomPartitionerFn):
             outlining.inline(backward)
             self.label_markers(forward)
             self.label_markers(backward)
-        note_storages(saved, results[: kwargs["num_fwd_outputs"]])
+        note_storages(saved, results[: kwargs["num_fwd_outputs"]], self.overwrites_results)
         paths = {path for path, treatment in self.treated.items() if treatment.offloaded}
         offload_activations(forward, backward, kwargs["num_fwd_outputs"], lambda node: node.meta.get(LAYER) in paths)
         return forward, backward
@@ -269,7 +273,7 @@ class Capture(CustomPartitionerFn):
         program.gradients = {i: (unit.name, offset) for i, (unit, offset) in plain.items()}
         program.trained = _trained(program)
         program.returned = self.returned if phase == "forward" else None
-        program.remarks = [] if phase == "backward" else self.notes
+        program.remarks = _overwritten(gm.graph) if phase == "backward" else self.notes
         program.fill()
         _annotate_collectives(program)
         for node in gm.graph.find_nodes(op="call_function", target=ops.param):
@@ -355,21 +359,35 @@ def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:
     output.args = (tuple(results),)
 
 
-def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Argument]) -> None:
+def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Argument], overwrites: bool = False) -> None:
     """Records in backward which of the values saved by forward share storage (slices of one product, a value and its
     view, parameters of a unit that stays gathered): they live and die together. Views of the caller's inputs cost
-    nothing, and backward must not overwrite values that forward also returned.
+    nothing.
 
     Args:
         saved: placeholders of backward, and the values that forward saves in them.
         results: what forward returns to its caller.
+        overwrites: whether backward may overwrite large results that the caller has given up.
     """
     returned = {storage_of(n) for n in results if isinstance(n, fx.Node)}
     numbers: dict[fx.Node, int] = {}
     for node, source in saved.items():
         owner, value = _storage(storage_of(source))
         number = numbers.setdefault(owner, len(numbers))
-        node.meta[STORAGE] = (number, value, owner not in returned)
+        large = value is not None and not symbolic(value) and nbytes(value) >= MIN_OVERWRITTEN
+        node.meta[STORAGE] = Storage(number, value, owner not in returned or (overwrites and large), owner in returned)
+
+
+def _overwritten(graph: fx.Graph) -> list[str]:
+    """Returns a text for the listing if backward may overwrite results of forward."""
+    saved = [n.meta[STORAGE] for n in graph.find_nodes(op="placeholder") if STORAGE in n.meta]
+    sizes = {s.number: nbytes(s.value) for s in saved if s.donated and s.returned}
+    told = f"backward overwrites {size(sum(sizes.values()))} of forward's results unless the caller still holds them"
+    return [told] if sizes else []
+
+
+MIN_OVERWRITTEN = 2**20
+"""Bytes of the smallest result for which backward is compiled a second time (Note [Overwritten results])."""
 
 
 def _storage(owner: fx.Node) -> tuple[fx.Node, torch.Tensor | None]:

@@ -2,6 +2,13 @@
 
 The driver is Python text, one line per step, which no compiler sees. It calls our kernels directly, in the listing's
 order, and gives up each value at its last reader: moves it into the list that a body gets, or deletes it.
+
+Note [Overwritten results]
+Where a language model's loss is differentiated, memory holds its logits and their gradient, which is as large. A
+compiler computes the gradient in the logits' memory if nothing else reads them. But models of transformers return
+their logits, so that AOTAutograd does not donate them. Most callers take the loss and give up the rest. So backward's
+body is compiled twice, and its driver overwrites the logits if nothing holds them, neither in Python nor in C++: not if
+the caller does, nor autograd for another backward (``retain_graph=True``).
 """
 
 from __future__ import annotations
@@ -9,6 +16,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -40,6 +49,10 @@ RETURNED = "mfsdp_returned"
 """
 
 
+IN_PLACE = "InPlace"
+"""Ends the names of bodies that overwrite results of forward."""
+
+
 class Stitched:
     """A compiled program; takes its arguments as one list, which it empties.
 
@@ -64,7 +77,7 @@ class Stitched:
         self.driver, self.bodies, self.dying, self.constants = driver, bodies, dying, constants
         self.graphs = ProgramGraphs(sites or {})
         self._names: dict[str, Any] = {"torch": torch, "Current": execution.current, **constants}
-        self._names |= {"Plain": kernels, "Shown": kernels.SHOWN}
+        self._names |= {"Plain": kernels, "Shown": kernels.SHOWN, "Unheld": unheld}
         self._names |= {name: partial(self._first, name) for name in bodies}
         exec(compile(driver, "<mfsdp driver>", "exec"), self._names)
         self._call = self._names["call"]
@@ -116,7 +129,7 @@ def stitched(whole: Compile, each: Compile) -> Compile:
         try:
             if kwargs.get("cpp_wrapper"):
                 raise CannotSplit("cpp_wrapper is on")
-            steps = split(gm, _donated(gm))
+            steps = split(gm, *_overwritable(gm))
         except CannotSplit as why:
             log.info("mfsdp: compiled as one graph, not in subgraphs: %s", why)
             if RETURNED in gm.meta:
@@ -129,9 +142,11 @@ def stitched(whole: Compile, each: Compile) -> Compile:
         for subgraph in (step for step in steps if isinstance(step, Subgraph)):
             name = names[subgraph] = kinds.setdefault(subgraph.kind, f"Body{len(kinds)}")
             if name not in bodies:
-                dying[name] = [i for i, n in enumerate(subgraph.inputs) if n in subgraph.dying]
-                compiled = partial(_body, subgraph, dying[name], each, kwargs)
-                bodies[name] = handed_out(compiled, f"{name}, the subgraph {_range(subgraph)}")
+                ways = {name: subgraph.dying, f"{name}{IN_PLACE}": [*subgraph.dying, *subgraph.returned]}
+                for way, gone in list(ways.items())[: 1 + bool(subgraph.returned)]:
+                    dying[way] = [i for i, n in enumerate(subgraph.inputs) if n in gone]
+                    compiled = partial(_body, subgraph, dying[way], each, kwargs)
+                    bodies[way] = handed_out(compiled, f"{way}, the subgraph {_range(subgraph)}")
         _report_strides(gm)
         constants = {_text(n): getattr(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
         constants |= _opaque(gm.graph)
@@ -205,7 +220,11 @@ def driver(
             assigned = f"{_listed(step.outputs)} = " if step.outputs else ""
             inside = [number[n] for n in step.nodes if n in number]
             lines += [f"Run.at = {inside[0] - 1}"] if inside else []
-            call = f"Graphs({sites[step]}, {names[step]}, Given)" if step in sites else f"{names[step]}(Given)"
+            body = names[step]
+            if step.returned:
+                places = ", ".join(str(step.inputs.index(n)) for n in step.returned)
+                body = f"({body}{IN_PLACE} if Unheld(Given, {places}) else {body})"
+            call = f"Graphs({sites[step]}, {body}, Given)" if step in sites else f"{body}(Given)"
             lines += [f"Given = [{', '.join(map(_text, step.inputs))}]", *drop, f"{assigned}{call}"]
             unread = [n.name for n in step.outputs if n not in last]
         else:
@@ -271,14 +290,16 @@ def _opaque(graph: fx.Graph) -> dict[str, Any]:
     return found
 
 
-def _donated(gm: fx.GraphModule) -> set[Node]:
-    """Returns AOTAutograd's donated placeholders, which have no other reader, except those that share a storage and our
-    own.
+def _overwritable(gm: fx.GraphModule) -> tuple[set[Node], set[Node]]:
+    """Returns AOTAutograd's donated placeholders, which have no other reader, and results of forward that backward may
+    overwrite; except those that share a storage and our own.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
-    saved = [n.meta[STORAGE][0] for n in inputs if STORAGE in n.meta]
-    found = (inputs[i] for i in donated_indices() if i < len(inputs))
-    return {n for n in found if STORAGE in n.meta and saved.count(n.meta[STORAGE][0]) == 1 and role(n) is None}
+    saved = Counter(n.meta[STORAGE].number for n in inputs if STORAGE in n.meta)
+    own = [n for n in inputs if STORAGE in n.meta and saved[n.meta[STORAGE].number] == 1 and role(n) is None]
+    donated = {inputs[i] for i in donated_indices() if i < len(inputs)}
+    results = {n for n in own if n.meta[STORAGE].donated and n.meta[STORAGE].returned}
+    return donated.intersection(own) - results, results
 
 
 def donated_indices() -> Sequence[int]:
@@ -287,8 +308,21 @@ def donated_indices() -> Sequence[int]:
     return getattr(metadata, "bw_donated_idxs", None) or ()
 
 
+def unheld(given: Sequence[torch.Tensor], *places: int) -> bool:
+    """Returns whether nothing but this list holds some of its tensors, or their storages. Private in torch
+    (``_use_count``, ``_storage_Use_Count``); tried on 2.11 to 2.15.
+    """
+    return all(_holders(given, i) == _holders([torch.empty(1, device="cpu")], 0) for i in places)
+
+
+def _holders(given: Sequence[torch.Tensor], i: int) -> tuple[int, ...]:
+    x, storage = given[i], given[i].untyped_storage()
+    uses = torch._C._storage_Use_Count(storage._cdata)
+    return x._use_count(), uses, sys.getrefcount(x), sys.getrefcount(storage)  # type: ignore[attr-defined]
+
+
 def _body(subgraph: Subgraph, dying: list[int], compile: Compile, kwargs: Mapping[str, Any]) -> Body:
-    gm = subgraph.body()
+    gm = subgraph.body(dying)
     more = dict(kwargs, static_input_idxs=(), is_backward=kwargs.get("is_backward", False) or bool(dying))
     with part(dying):
         return compile(gm, [n.meta["val"] for n in subgraph.inputs], **more)  # type: ignore[no-any-return]

@@ -58,6 +58,8 @@ class Subgraph:
     """Values that others read."""
     dying: list[Node] = field(default_factory=list)
     """Inputs without later readers, whose storage nothing else shares, here and in the others of its kind."""
+    returned: list[Node] = field(default_factory=list)
+    """The same of results of forward, whose storage the caller may share (Note [Overwritten results])."""
 
     @cached_property
     def kind(self) -> Hashable:
@@ -66,11 +68,11 @@ class Subgraph:
         outputs = tuple((places[n], _described(n)) for n in self.outputs)
         return tuple(map(_described, self.inputs)), lines(self.nodes, places), outputs
 
-    def body(self) -> fx.GraphModule:
+    def body(self, dying: Collection[int]) -> fx.GraphModule:
         """Returns its compute as a graph of its own. Names of dying inputs' placeholders begin with ``dying``, so that
         a compiler's caches distinguish which inputs may be overwritten.
         """
-        names = {n: f"{'dying' if n in self.dying else 'in'}_{i}" for i, n in enumerate(self.inputs)}
+        names = {n: f"{'dying' if i in dying else 'in'}_{i}" for i, n in enumerate(self.inputs)}
         graph, copies = extracted(self.nodes, names, self.outputs)
         for node in self.inputs:
             copies[node].meta = {"val": node.meta["val"]}
@@ -87,12 +89,13 @@ def reads(step: Step) -> list[Node]:
     return step.inputs if isinstance(step, Subgraph) else step.all_input_nodes
 
 
-def split(gm: fx.GraphModule, donated: Collection[Node] = ()) -> list[Step]:
+def split(gm: fx.GraphModule, donated: Collection[Node] = (), returned: Collection[Node] = ()) -> list[Step]:
     """Returns the steps of a program, in order, after all passes, without `free`.
 
     Args:
         gm: the program's graph.
         donated: placeholders whose storage has no other reader, so that a compiled body may overwrite them.
+        returned: placeholders of which this holds only if the caller of forward has given them up.
 
     Raises:
         CannotSplit: says why the program cannot be split.
@@ -102,7 +105,9 @@ def split(gm: fx.GraphModule, donated: Collection[Node] = ()) -> list[Step]:
     borders = _borders(gm.graph)
     found = _subgraphs(gm.graph, borders)
     _move(found)
-    return _steps(gm.graph, found, borders, donated)
+    steps = _steps(gm.graph, found, borders)
+    _find_dying(steps, gm.graph.output_node(), donated, returned)
+    return steps
 
 
 class CannotSplit(Exception):
@@ -315,7 +320,7 @@ def _seeded(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def _steps(graph: fx.Graph, found: _Found, borders: Collection[Node], donated: Collection[Node]) -> list[Step]:
+def _steps(graph: fx.Graph, found: _Found, borders: Collection[Node]) -> list[Step]:
     members: dict[int, list[Node]] = {}
     for node in graph.nodes:
         if node in found:
@@ -354,7 +359,6 @@ def _steps(graph: fx.Graph, found: _Found, borders: Collection[Node], donated: C
     for step in steps:
         if isinstance(step, Subgraph):
             step.outputs = [n for n in step.outputs if n in read]
-    _find_dying(steps, output, donated)
     return steps
 
 
@@ -427,23 +431,29 @@ _LONGEST = 12
 """The most operators that are repeated to avoid storing their result."""
 
 
-def _find_dying(steps: Sequence[Step], output: Node, donated: Collection[Node]) -> None:
+def _find_dying(steps: Sequence[Step], output: Node, donated: Collection[Node], returned: Collection[Node]) -> None:
     """Finds which inputs of subgraphs have no later reader, in all subgraphs of a kind."""
     done = set(map(base, output.all_input_nodes))
     for step in reversed(steps):
         if isinstance(step, Subgraph):
-            written = {base(m) for n in step.nodes for m in mutates(n)}
+            gone = done | {base(m) for n in step.nodes for m in mutates(n)}
             own = (n for n in step.inputs if n in donated or (n.op == "call_function" and not scheduled(n)))
-            step.dying = [n for n in own if n not in done and n not in written]
+            step.dying = [n for n in own if n not in gone]
+            sizes = {nbytes(n.meta["val"]) for n in step.nodes if fuses(n)}
+            step.returned = [
+                n for n in step.inputs if n in returned and n not in gone and nbytes(n.meta["val"]) in sizes
+            ]
         done.update(map(base, reads(step)))
     kinds: dict[Hashable, list[Subgraph]] = {}
     for step in steps:
         if isinstance(step, Subgraph):
             kinds.setdefault(step.kind, []).append(step)
     for alike in kinds.values():
-        common = set.intersection(*({s.inputs.index(n) for n in s.dying} for s in alike))
+        dying = set.intersection(*({s.inputs.index(n) for n in s.dying} for s in alike))
+        results = set.intersection(*({s.inputs.index(n) for n in s.returned} for s in alike))
         for subgraph in alike:
-            subgraph.dying = [subgraph.inputs[i] for i in sorted(common)]
+            subgraph.dying = [subgraph.inputs[i] for i in sorted(dying)]
+            subgraph.returned = [subgraph.inputs[i] for i in sorted(results)]
 
 
 def _described(node: Node) -> tuple[object, ...]:

@@ -31,7 +31,7 @@ from ..sharding.module import FSDPModule, own_code
 from ..sharding.shard import fully_shard
 from . import attention_masks, layer_regions, outlining
 from .capture import Capture, sources
-from .lowering import CAPTURES, CompiledFn, raising
+from .lowering import CAPTURES, CompiledFn, overwrites_results, raising
 
 log = logging.getLogger("mfsdp")
 
@@ -154,6 +154,7 @@ class _Recorder:
         capture = self.found[0].capture = Capture(inputs, sources(gm), self.name)
         capture.keeps, capture.notes = True, attention_masks.fold_masks(gm, capture.input_names)
         capture.optional_tangents = self.together == 1
+        capture.overwrites_results = overwrites_results(self.lowering)
         fakes = _on_cpu(gm, inputs)
 
         def keep(graph: fx.GraphModule, phase: Phase) -> None:

@@ -303,10 +303,10 @@ def _part(node: Node, spec: UnitSpec) -> int:
 
 
 def _donated(node: Node) -> bool:
-    """Whether Inductor may overwrite the value: the program's own, or saved and not returned by forward; not one that
-    autograd passes in.
+    """Whether Inductor may overwrite the value: the program's own, or saved by forward (of what forward returns too:
+    large values, which the caller is assumed to have given up); not one that autograd passes in.
     """
-    return node.op != "placeholder" or bool(node.meta.get(STORAGE, (0, None, False))[2])
+    return node.op != "placeholder" or (STORAGE in node.meta and node.meta[STORAGE].donated)
 
 
 READS = 4
@@ -368,7 +368,7 @@ def saved(program: Program) -> tuple[dict[Node, int], dict[Node, Node]]:
     first: dict[int, Node] = {}
     for node in program.nodes:
         if node.op == "placeholder" and owned(node):
-            number, value, _ = node.meta.get(STORAGE, (-len(held) - 1, node.meta.get("val"), False))
+            number, value, *_ = node.meta.get(STORAGE, (-len(held) - 1, node.meta.get("val")))
             owner = first.setdefault(number, node)
             if owner is node:
                 held[node] = 0 if node.meta.get(OPTIONAL) else nbytes(value)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, wraps
 from operator import is_
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.fx
@@ -24,8 +24,21 @@ from . import ops
 from .roles import Kind, Role, mark, role, unit_of
 
 STORAGE = "mfsdp_storage"
-"""``node.meta`` key of saved values: (number, fake tensor) of their storage, which several may share, with ``None`` for
-the tensor if the caller owns it; and whether backward may overwrite it."""
+"""``node.meta`` key of saved values: their `Storage`."""
+
+
+class Storage(NamedTuple):
+    """The storage of a value that forward has saved."""
+
+    number: int
+    """Values with the same number share it."""
+    value: torch.Tensor | None
+    """A fake tensor as large as it; ``None`` if the caller owns it."""
+    donated: bool
+    """Whether backward may overwrite it."""
+    returned: bool = False
+    """Whether forward returns it too, and backward may overwrite it only if nothing else holds it."""
+
 
 T = TypeVar("T")
 

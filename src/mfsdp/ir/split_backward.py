@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from . import ops
 from .byte_costs import owned
-from .program import KEPT, STORAGE, Program, is_element, mutates, storage_of
+from .program import KEPT, STORAGE, Program, Storage, is_element, mutates, storage_of
 from .roles import Kind, is_kind, role
 
 
@@ -74,13 +74,13 @@ def split_backward(p: Program) -> SplitBackward | None:
 def _keep_arguments(first: Program, second: Program) -> None:
     """Records in the input part which arguments it must not overwrite, and which live on: the weight part's."""
     later = second.graph.find_nodes(op="placeholder")
-    names, numbers = {n.name for n in later}, {n.meta[STORAGE][0] for n in later if STORAGE in n.meta}
+    names, numbers = {n.name for n in later}, {n.meta[STORAGE].number for n in later if STORAGE in n.meta}
     for node in first.graph.find_nodes(op="placeholder"):
-        number, value, _ = node.meta.get(STORAGE, (None, None, False))
-        if number in numbers or (number is None and node.name in names):
+        storage = node.meta.get(STORAGE)
+        if node.name in names if storage is None else storage.number in numbers:
             node.meta[KEPT] = True
-            if number is not None:
-                node.meta[STORAGE] = (number, value, False)
+            if storage is not None:
+                node.meta[STORAGE] = storage._replace(donated=False)
 
 
 def _behind(p: Program, markers: Iterable[Node]) -> set[Node]:
@@ -146,11 +146,11 @@ def _part(p: Program, nodes: Collection[Node], given: Sequence[Node], results: l
     for node in (n for n in p.graph.find_nodes(op="placeholder") if n in nodes):
         moved[node] = graph.node_copy(node)
     storages = {storage_of(r) for r in p.results() if isinstance(r, Node)}
-    last = max((n.meta[STORAGE][0] for n in p.nodes if STORAGE in n.meta), default=-1)
+    last = max((n.meta[STORAGE].number for n in p.nodes if STORAGE in n.meta), default=-1)
     for number, node in enumerate(given, last + 1):
         moved[node] = graph.placeholder(node.name)
         ours = isinstance(node.meta["val"], torch.Tensor) and node not in storages
-        moved[node].meta = {"val": node.meta["val"], STORAGE: (number, node.meta["val"] if ours else None, ours)}
+        moved[node].meta = {"val": node.meta["val"], STORAGE: Storage(number, node.meta["val"] if ours else None, ours)}
     for node in p.nodes:
         if node in nodes and node not in moved and node.op != "output":
             moved[node] = graph.node_copy(node, moved.__getitem__)

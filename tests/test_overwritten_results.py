@@ -1,0 +1,217 @@
+"""Gradients in the memory of forward's results, where nothing holds these any more (Note [Overwritten results])."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import config as functorch_config
+from torch import nn
+
+import mfsdp
+from mfsdp.compiler import capture, stitched
+from mfsdp.runtime import kernels
+from tests.helpers.without_inductor import without_inductor
+
+WORDS = 64
+
+
+class Net(nn.Module):
+    """A layer, which is a unit, and a head; returns the loss beside what it is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, WORDS)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.layer(x).tanh())
+        return logits.logsumexp(-1).square().sum(), logits
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "MIN_OVERWRITTEN", 0)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether backward has found each result that it may overwrite unheld."""
+    found: list[bool] = []
+    unheld = stitched.unheld
+
+    def spy(given: Any, *places: int) -> bool:
+        found.append(unheld(given, *places))
+        return found[-1]
+
+    monkeypatch.setattr(stitched, "unheld", spy)
+    yield found
+
+
+class Pair:
+    """A model and its sharded, compiled copy."""
+
+    def __init__(self, **options: Any):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.plain = Net()
+        self.model = mfsdp.fully_shard(copy.deepcopy(self.plain), units=["layer"], device="cpu")
+        self.run = torch.compile(self.model, backend="mfsdp", options={"lowering": "stitched", **options})
+
+    def compare(self, differentiate: Callable[[list[torch.Tensor]], Any]) -> None:
+        """Differentiates results of both, in a list that ``differentiate`` may empty. What it returns must stay."""
+        kept = []
+        for run in (self.plain, self.run):
+            run.zero_grad()
+            kept.append(differentiate(list(run(inputs()))))
+        assert kept[0] is None or torch.allclose(*kept)
+        for mine, theirs in zip(self.plain.parameters(), self.model.parameters(), strict=True):
+            assert mine.grad is not None and theirs.grad is not None
+            torch.testing.assert_close(theirs.grad.full_tensor(), mine.grad)  # type: ignore[attr-defined]
+
+
+def given_up(out: list[torch.Tensor]) -> None:
+    loss = out[0]
+    out.clear()
+    loss.backward()
+
+
+def held(out: list[torch.Tensor]) -> torch.Tensor:
+    out[0].backward()
+    return out[1]
+
+
+def held_by_a_view(out: list[torch.Tensor]) -> torch.Tensor:
+    loss, view = out[0], out[1].detach()[1:]
+    out.clear()
+    loss.backward()
+    return view
+
+
+def held_by_numpy(out: list[torch.Tensor]) -> torch.Tensor:
+    loss, array = out[0], out[1].detach().numpy()
+    out.clear()
+    loss.backward()
+    return torch.tensor(array)
+
+
+def held_by_its_storage(out: list[torch.Tensor]) -> torch.Tensor:
+    loss, storage = out[0], out[1].untyped_storage()
+    out.clear()
+    loss.backward()
+    return torch.empty(0).set_(storage, 0, (4, 6, WORDS))  # type: ignore[call-overload, no-any-return]
+
+
+def held_by_autograd(out: list[torch.Tensor]) -> None:
+    """A second loss saves the logits, and is differentiated later."""
+    loss, other = out[0], out[1].square().sum()
+    out.clear()
+    (loss + other).backward()
+
+
+def held_by_a_hook(out: list[torch.Tensor]) -> torch.Tensor:
+    loss, logits, seen = out[0], out[1], list[torch.Tensor]()
+    out.clear()
+    logits.register_hook(partial(lambda values, grad: seen.append(values), logits.detach()))
+    both = loss + 0 * logits.sum()
+    del logits
+    both.backward()
+    return seen[0]
+
+
+HELD = [held, held_by_a_view, held_by_numpy, held_by_its_storage, held_by_a_hook]
+
+
+@pytest.mark.parametrize("differentiate", HELD, ids=lambda f: f.__name__)
+def test_what_the_caller_holds_stays(differentiate: Callable[..., Any], asked: list[bool]) -> None:
+    with without_inductor(overwrite=True):
+        pair = Pair()
+        pair.compare(given_up)
+        pair.compare(differentiate)
+        pair.compare(given_up)
+    assert asked == [True, False, True]
+
+
+def test_what_another_loss_saves_stays_until_it_is_differentiated(asked: list[bool]) -> None:
+    with without_inductor(overwrite=True):
+        Pair().compare(held_by_autograd)
+    assert asked == [True]
+
+
+def test_saved_tensor_hooks_may_hold_it(asked: list[bool]) -> None:
+    """Also the very tensor that backward gets."""
+    packed: list[torch.Tensor] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        packed.append(x)
+        return x
+
+    with without_inductor(overwrite=True), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        Pair().compare(given_up)
+    assert asked == [False] and all(x.isfinite().all() for x in packed if x.shape[-1] == WORDS)
+
+
+@pytest.mark.parametrize("option", [{"lowering": "whole"}, {"cuda_graph": "programs"}, None], ids=str)
+def test_what_is_never_overwritten(option: dict[str, str] | None, asked: list[bool]) -> None:
+    with without_inductor(overwrite=True), functorch_config.patch(donated_buffer=option is not None):
+        Pair(**(option or {})).compare(given_up)
+    assert asked == []
+
+
+def test_small_results_are_not_worth_a_second_body(asked: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "MIN_OVERWRITTEN", 4 * 4 * 6 * WORDS + 1)
+    with without_inductor(overwrite=True):
+        Pair().compare(given_up)
+    assert asked == []
+
+
+@pytest.mark.inductor
+def test_inductor_computes_the_gradient_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with code from the compile cache."""
+    gradients: list[int] = []
+    add = kernels.add_tangent
+
+    def spy(run: Any, grad: torch.Tensor, tangent: torch.Tensor | None) -> None:
+        gradients.append(grad.data_ptr())
+        add(run, grad, tangent)
+
+    monkeypatch.setattr(kernels, "add_tangent", spy)
+    results: list[int] = []
+
+    def noted(differentiate: Callable[..., Any]) -> Callable[..., Any]:
+        def call(out: list[torch.Tensor]) -> Any:
+            results.append(out[1].data_ptr())
+            return differentiate(out)
+
+        return call
+
+    for _ in range(2):
+        pair = Pair()
+        for differentiate in (given_up, held, given_up):
+            pair.compare(noted(differentiate))
+    same = [a == b for a, b in zip(gradients, results[1::2], strict=True)]
+    assert same == 2 * [True, False, True]
+
+
+def test_the_ledger_counts_them_once() -> None:
+    """The peak is that of a model that returns its loss alone, and a note says on what that depends."""
+
+    class Alone(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x)[0]
+
+    def explained(net: type[nn.Module]) -> tuple[int, list[str]]:
+        with torch.device("meta"):
+            report = mfsdp.explain(net(), (inputs(),), units=["layer"], suggest=False)
+        return report.ledger.peak, report.notes
+
+    (peak, notes), (alone, none) = explained(Net), explained(Alone)
+    assert peak == alone and none == []
+    assert notes == ["backward overwrites 6K of forward's results unless the caller still holds them"]
