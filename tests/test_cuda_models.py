@@ -109,6 +109,12 @@ def test_products_are_written_where_gradients_go(name):
 
 
 @models
+def test_gradient_of_logits_is_in_their_memory(name):
+    words = MODELS[name][0]().config.vocab_size
+    assert not lines(programs(name, 8)["backward"], rf"empty_strided\w*\(\([^()]*\b{words}\)")
+
+
+@models
 def test_bytes_that_kernels_move(name):
     """Besides products and attention, against the model alone: casts, copies, what fusion misses."""
     mine, theirs = (sum(p.nbytes for p in them.values()) for them in (programs(name, 8), alone(name)))

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from functorch.compile import config as functorch_config
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mfsdp
 from mfsdp.compiler import capture, stitched
@@ -47,8 +49,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     found: list[bool] = []
     unheld = stitched.unheld
 
-    def spy(given: Any, *places: int) -> bool:
-        found.append(unheld(given, *places))
+    def spy(given: Any, places: Any) -> bool:
+        found.append(unheld(given, places))
         return found[-1]
 
     monkeypatch.setattr(stitched, "unheld", spy)
@@ -158,6 +160,52 @@ def test_saved_tensor_hooks_may_hold_it(asked: list[bool]) -> None:
     assert asked == [False] and all(x.isfinite().all() for x in packed if x.shape[-1] == WORDS)
 
 
+def test_a_mode_that_holds_all_tensors_does_not_look_like_none(asked: list[bool]) -> None:
+    """Not even what is compared with the result."""
+
+    class Holding(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = function(*args, **(kwargs or {}))
+            self.seen += [out.detach()] if isinstance(out, torch.Tensor) else []
+            return out
+
+    def differentiate(out: list[torch.Tensor]) -> torch.Tensor:
+        with Holding():
+            out[0].backward()
+        return out[1]
+
+    with without_inductor(overwrite=True):
+        Pair().compare(differentiate)
+    assert asked == [False]
+
+
+def test_memory_that_others_own_too() -> None:
+    array = np.zeros(3, dtype=np.float32)
+    assert stitched.unheld([torch.zeros(3)], [0])
+    for make in (torch.from_numpy, torch.from_dlpack, lambda a: torch.tensor(a).share_memory_()):
+        assert not stitched.unheld([make(array)], [0])
+
+
+def test_no_body_runs_first_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch, asked: list[bool]) -> None:
+    called: list[str] = []
+
+    def body(name: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
+        called.append(name)
+        return [given.pop() + 1]
+
+    text = "def call(Args):\n    Given = Args\n    return Chosen('Body0', Given, [0])(Given)\n"
+    bodies = {name: partial(body, name) for name in ("Body0", f"Body0{stitched.IN_PLACE}")}
+    run = stitched.Stitched(text, bodies, {name: [0] for name in bodies}, {})
+    for recording in (True, False, True):
+        monkeypatch.setattr(stitched, "is_recording", lambda recording=recording: recording)
+        run([torch.zeros(1)])
+    assert asked == [True, True, True] and called == ["Body0", "Body0InPlace", "Body0InPlace"]
+
+
 @pytest.mark.parametrize("option", [{"lowering": "whole"}, {"cuda_graph": "programs"}, None], ids=str)
 def test_what_is_never_overwritten(option: dict[str, str] | None, asked: list[bool]) -> None:
     with without_inductor(overwrite=True), functorch_config.patch(donated_buffer=option is not None):
@@ -201,17 +249,24 @@ def test_inductor_computes_the_gradient_in_place(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_ledger_counts_them_once() -> None:
-    """The peak is that of a model that returns its loss alone, and a note says on what that depends."""
+    """The peak is that of a model that returns its loss alone, and a note says on what that depends; plans do not."""
 
     class Alone(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return super().forward(x)[0]
 
-    def explained(net: type[nn.Module]) -> tuple[int, list[str]]:
+    def peak(net: type[nn.Module], note: bool, **options: Any) -> int:
         with torch.device("meta"):
-            report = mfsdp.explain(net(), (inputs(),), units=["layer"], suggest=False)
-        return report.ledger.peak, report.notes
+            report = mfsdp.explain(net(), (inputs(),), units=["layer"], suggest=False, options=options)
+        text = "backward overwrites 6K of forward's results unless the caller still holds them"
+        assert report.notes == [text] * note
+        return report.ledger.peak
 
-    (peak, notes), (alone, none) = explained(Net), explained(Alone)
-    assert peak == alone and none == []
-    assert notes == ["backward overwrites 6K of forward's results unless the caller still holds them"]
+    def planned(net: type[nn.Module]) -> int:
+        with torch.device("meta"):
+            return mfsdp.plan(net(), (inputs(),), units=["layer"], memory="1GB").peak
+
+    logits = 4 * 4 * 6 * WORDS
+    assert peak(Net, True) == peak(Alone, False)
+    assert peak(Net, False, cuda_graph="programs") >= peak(Alone, False) + logits
+    assert planned(Net) > planned(Alone)

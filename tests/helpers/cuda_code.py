@@ -273,13 +273,16 @@ class _Body:
 
 
 def subgraphs(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> tuple[str, bool, int]:
-    """The same of a graph's subgraphs, in the order of their calls, behind the driver that calls them."""
+    """The same of a graph's subgraphs, in the order of their calls, behind the driver that calls them; the caller holds
+    no results.
+    """
 
     def each(part: fx.GraphModule, inputs: Sequence[Any], **more: Any) -> _Body:
         code, _, nbytes = inductors(part, inputs, **more)
         return _Body(code, nbytes)
 
     found: Any = stitched.stitched(each, each)(graph, example, **kwargs)
-    called = [found.bodies[name] for name in re.findall(r"(Body\d+)\(Given\)", found.driver)]
+    names = re.findall(r"(Body\d+)(?:'.*\))?\(Given\)", found.driver)
+    called = [found.bodies.get(f"{name}{stitched.IN_PLACE}", found.bodies[name]) for name in names]
     assert called
     return "\n".join([found.driver, *(body.source_code for body in called)]), False, sum(b.nbytes for b in called)

@@ -135,7 +135,7 @@ def _fetch(backward: fx.GraphModule, owner: Node, host: Node, by_view: Mapping[N
     with graph.inserting_before(saved_view):
         argument = graph.placeholder(host.name)
     argument.meta = {k: v for k, v in saved_view.meta.items() if k not in (INPUT, GIVEN)}
-    argument.meta |= {"val": host.meta["val"], STORAGE: Storage(saved_view.meta[STORAGE].number, None, False)}
+    argument.meta |= {"val": host.meta["val"], STORAGE: Storage(saved_view.meta[STORAGE].number, None, "no")}
     mark(argument, role(host))  # type: ignore[arg-type]
     reloaded = Role(Kind.RELOAD, role(host).unit, Lane.HOST)  # type: ignore[union-attr]
     with graph.inserting_before(before):

@@ -196,7 +196,7 @@ class Capture(CustomPartitionerFn):
             self.decide(self)
             if not self.keeps:
                 self.joint = None
-        forward, backward = self.divide(gm, joint_inputs, kwargs)
+        forward, backward = self.divide(gm, joint_inputs, kwargs, self.overwrites_results)
         for graph in (forward, backward) if self.keeps else ():
             vars(graph)["print_readable"] = _unread
         return forward, backward
@@ -222,9 +222,11 @@ class Capture(CustomPartitionerFn):
             )
 
     def divide(
-        self, joint: fx.GraphModule, inputs: Sequence[object], kwargs: Mapping[str, Any]
+        self, joint: fx.GraphModule, inputs: Sequence[object], kwargs: Mapping[str, Any], overwrites: bool = False
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Partitions a joint graph that has roles, with the treatments chosen for its layers."""
+        """Partitions a joint graph that has roles, with the treatments chosen for its layers. ``overwrites``: whether
+        backward may overwrite results of forward; plans must fit if it may not.
+        """
         gathered = joint_graph.apply_treatments(joint, self.treated)
         for i, unit in self.shards.items():
             if unit.name in gathered:
@@ -245,7 +247,7 @@ class Capture(CustomPartitionerFn):
             outlining.inline(backward)
             self.label_markers(forward)
             self.label_markers(backward)
-        note_storages(saved, results[: kwargs["num_fwd_outputs"]], self.overwrites_results)
+        note_storages(saved, results[: kwargs["num_fwd_outputs"]], overwrites)
         paths = {path for path, treatment in self.treated.items() if treatment.offloaded}
         offload_activations(forward, backward, kwargs["num_fwd_outputs"], lambda node: node.meta.get(LAYER) in paths)
         return forward, backward
@@ -359,6 +361,10 @@ def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:
     output.args = (tuple(results),)
 
 
+MIN_OVERWRITTEN = 2**20
+"""Bytes of the smallest result of forward that backward may overwrite."""
+
+
 def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Argument], overwrites: bool = False) -> None:
     """Records in backward which of the values saved by forward share storage (slices of one product, a value and its
     view, parameters of a unit that stays gathered): they live and die together. Views of the caller's inputs cost
@@ -367,27 +373,30 @@ def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Argument],
     Args:
         saved: placeholders of backward, and the values that forward saves in them.
         results: what forward returns to its caller.
-        overwrites: whether backward may overwrite large results that the caller has given up.
+        overwrites: whether backward may overwrite large results, saved in full and read outside of layers: each such
+            subgraph is compiled twice.
     """
     returned = {storage_of(n) for n in results if isinstance(n, fx.Node)}
     numbers: dict[fx.Node, int] = {}
     for node, source in saved.items():
         owner, value = _storage(storage_of(source))
         number = numbers.setdefault(owner, len(numbers))
-        large = value is not None and not symbolic(value) and nbytes(value) >= MIN_OVERWRITTEN
-        node.meta[STORAGE] = Storage(number, value, owner not in returned or (overwrites and large), owner in returned)
+        node.meta[STORAGE] = Storage(number, value, "no" if owner in returned else "yes")
+        if overwrites and owner in returned and value is not None and _worth_overwriting(node, value):
+            node.meta[STORAGE] = Storage(number, value, "if unheld")
+
+
+def _worth_overwriting(node: fx.Node, value: torch.Tensor) -> bool:
+    whole = not symbolic(value) and nbytes(value) == nbytes(node.meta["val"])
+    return whole and nbytes(value) >= MIN_OVERWRITTEN and not any(LAYER in reader.meta for reader in node.users)
 
 
 def _overwritten(graph: fx.Graph) -> list[str]:
     """Returns a text for the listing if backward may overwrite results of forward."""
     saved = [n.meta[STORAGE] for n in graph.find_nodes(op="placeholder") if STORAGE in n.meta]
-    sizes = {s.number: nbytes(s.value) for s in saved if s.donated and s.returned}
+    sizes = {s.number: nbytes(s.value) for s in saved if s.overwrite == "if unheld"}
     told = f"backward overwrites {size(sum(sizes.values()))} of forward's results unless the caller still holds them"
     return [told] if sizes else []
-
-
-MIN_OVERWRITTEN = 2**20
-"""Bytes of the smallest result for which backward is compiled a second time (Note [Overwritten results])."""
 
 
 def _storage(owner: fx.Node) -> tuple[fx.Node, torch.Tensor | None]:

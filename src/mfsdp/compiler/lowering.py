@@ -61,11 +61,8 @@ class Parts:
         for program, finish, more in zip((self.split.input, self.split.weight), self.finishes, (0, saved), strict=True):
             inputs = program.graph.find_nodes(op="placeholder")
             takes.append([place[node.name] for node in inputs[: len(inputs) - more]])
-            mine = [
-                i
-                for i, at in enumerate(takes[-1])
-                if at in donated and (STORAGE not in inputs[i].meta or inputs[i].meta[STORAGE].donated)
-            ]
+            free = {i for i, n in enumerate(inputs) if STORAGE not in n.meta or n.meta[STORAGE].overwrite != "no"}
+            mine = [i for i, at in enumerate(takes[-1]) if at in donated and i in free]
             with part(mine):
                 runs.append(
                     _finished(program.gm, finish, partial(compile, program.gm, [n.meta["val"] for n in inputs]))
@@ -222,7 +219,7 @@ CAPTURES: dict[str, Callable[..., CompiledFn]] = {
 """The same graphs without code generation: for inspection, not for execution."""
 
 
-def overwrites_results(lowering: str, cuda_graph: bool = False) -> bool:
+def overwrites_results(lowering: str, cuda_graph: bool) -> bool:
     """Returns whether a lowering's backward may overwrite results of forward (Note [Overwritten results]): not if CUDA
     graphs replay it, nor against torch's setting. Private in torch (``donated_buffer``); tried on 2.11 to 2.15.
     """

@@ -6,9 +6,11 @@ order, and gives up each value at its last reader: moves it into the list that a
 Note [Overwritten results]
 Where a language model's loss is differentiated, memory holds its logits and their gradient, which is as large. A
 compiler computes the gradient in the logits' memory if nothing else reads them. But models of transformers return
-their logits, so that AOTAutograd does not donate them. Most callers take the loss and give up the rest. So backward's
-body is compiled twice, and its driver overwrites the logits if nothing holds them, neither in Python nor in C++: not if
-the caller does, nor autograd for another backward (``retain_graph=True``).
+their logits, so that AOTAutograd does not donate them. Many callers take the loss and give up the rest. So the subgraph
+is compiled twice, and the driver calls the code that overwrites the logits if nothing holds them: no tensor, view or
+storage, of the caller or of autograd (``retain_graph=True``), and no other owner of their memory (NumPy, another
+process on a CPU). A side stream that still reads them holds nothing, not even by ``record_stream``: the caller has to
+keep a tensor until that stream is done, or set ``torch._functorch.config.donated_buffer = False``.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from ..ir import ops
 from ..ir.program import INPUT, STORAGE, is_element, mutates
 from ..ir.roles import Kind, is_kind, role
 from ..runtime import execution, kernels
+from ..runtime.capturing import is_recording
 from ..runtime.program_graphs import Body, ProgramGraphs, Site
+from ..runtime.static_buffers import holders
 from .compile_workers import handed_out
 from .subgraphs import CannotSplit, Step, Subgraph, base, is_view, reads, scheduled, split
 
@@ -77,7 +81,7 @@ class Stitched:
         self.driver, self.bodies, self.dying, self.constants = driver, bodies, dying, constants
         self.graphs = ProgramGraphs(sites or {})
         self._names: dict[str, Any] = {"torch": torch, "Current": execution.current, **constants}
-        self._names |= {"Plain": kernels, "Shown": kernels.SHOWN, "Unheld": unheld}
+        self._names |= {"Plain": kernels, "Shown": kernels.SHOWN, "Chosen": self._chosen}
         self._names |= {name: partial(self._first, name) for name in bodies}
         exec(compile(driver, "<mfsdp driver>", "exec"), self._names)
         self._call = self._names["call"]
@@ -100,6 +104,14 @@ class Stitched:
             taken.add(_address(result))
         self._names[name] = partial(_apart, body, shared) if shared else body
         return [x.clone() if i in shared else x for i, x in enumerate(out)]
+
+    def _chosen(self, name: str, given: Sequence[torch.Tensor], places: Sequence[int]) -> Body:
+        """Returns the body that overwrites results of forward, at ``places``, if nothing holds them; but not for its
+        first run while a CUDA graph is recorded: a compiler may then measure its kernels.
+        """
+        body = self._names[name + IN_PLACE]
+        ran = getattr(body, "func", None) != self._first
+        return body if unheld(given, places) and (ran or not is_recording()) else self._names[name]  # type: ignore[no-any-return]
 
     @property
     def source_code(self) -> str:
@@ -142,8 +154,10 @@ def stitched(whole: Compile, each: Compile) -> Compile:
         for subgraph in (step for step in steps if isinstance(step, Subgraph)):
             name = names[subgraph] = kinds.setdefault(subgraph.kind, f"Body{len(kinds)}")
             if name not in bodies:
-                ways = {name: subgraph.dying, f"{name}{IN_PLACE}": [*subgraph.dying, *subgraph.returned]}
-                for way, gone in list(ways.items())[: 1 + bool(subgraph.returned)]:
+                ways = {name: subgraph.dying}
+                if subgraph.returned:
+                    ways[name + IN_PLACE] = [*subgraph.dying, *subgraph.returned]
+                for way, gone in ways.items():
                     dying[way] = [i for i, n in enumerate(subgraph.inputs) if n in gone]
                     compiled = partial(_body, subgraph, dying[way], each, kwargs)
                     bodies[way] = handed_out(compiled, f"{way}, the subgraph {_range(subgraph)}")
@@ -222,8 +236,7 @@ def driver(
             lines += [f"Run.at = {inside[0] - 1}"] if inside else []
             body = names[step]
             if step.returned:
-                places = ", ".join(str(step.inputs.index(n)) for n in step.returned)
-                body = f"({body}{IN_PLACE} if Unheld(Given, {places}) else {body})"
+                body = f"Chosen({body!r}, Given, {[step.inputs.index(n) for n in step.returned]})"
             call = f"Graphs({sites[step]}, {body}, Given)" if step in sites else f"{body}(Given)"
             lines += [f"Given = [{', '.join(map(_text, step.inputs))}]", *drop, f"{assigned}{call}"]
             unread = [n.name for n in step.outputs if n not in last]
@@ -298,7 +311,7 @@ def _overwritable(gm: fx.GraphModule) -> tuple[set[Node], set[Node]]:
     saved = Counter(n.meta[STORAGE].number for n in inputs if STORAGE in n.meta)
     own = [n for n in inputs if STORAGE in n.meta and saved[n.meta[STORAGE].number] == 1 and role(n) is None]
     donated = {inputs[i] for i in donated_indices() if i < len(inputs)}
-    results = {n for n in own if n.meta[STORAGE].donated and n.meta[STORAGE].returned}
+    results = {n for n in own if n.meta[STORAGE].overwrite == "if unheld"}
     return donated.intersection(own) - results, results
 
 
@@ -308,17 +321,20 @@ def donated_indices() -> Sequence[int]:
     return getattr(metadata, "bw_donated_idxs", None) or ()
 
 
-def unheld(given: Sequence[torch.Tensor], *places: int) -> bool:
-    """Returns whether nothing but this list holds some of its tensors, or their storages. Private in torch
-    (``_use_count``, ``_storage_Use_Count``); tried on 2.11 to 2.15.
-    """
-    return all(_holders(given, i) == _holders([torch.empty(1, device="cpu")], 0) for i in places)
+def unheld(given: Sequence[torch.Tensor], places: Sequence[int]) -> bool:
+    """Returns whether this list alone holds its tensors at some places, their storages, and the memory of these."""
+    return all(_holders(given, i) == _UNHELD for i in places)
 
 
 def _holders(given: Sequence[torch.Tensor], i: int) -> tuple[int, ...]:
+    """Private in torch (``_use_count``); tried on 2.11 to 2.15."""
     x, storage = given[i], given[i].untyped_storage()
-    uses = torch._C._storage_Use_Count(storage._cdata)
-    return x._use_count(), uses, sys.getrefcount(x), sys.getrefcount(storage)  # type: ignore[attr-defined]
+    foreign = not storage.resizable() or (x.device.type == "cpu" and storage.is_shared())
+    return foreign, x._use_count(), holders(storage), sys.getrefcount(x), sys.getrefcount(storage)  # type: ignore[attr-defined]
+
+
+_UNHELD = _holders([torch.empty(1, device="cpu")], 0)
+"""Taken here, where no mode of a user's holds the tensor."""
 
 
 def _body(subgraph: Subgraph, dying: list[int], compile: Compile, kwargs: Mapping[str, Any]) -> Body:

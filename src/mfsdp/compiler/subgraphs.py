@@ -59,7 +59,9 @@ class Subgraph:
     dying: list[Node] = field(default_factory=list)
     """Inputs without later readers, whose storage nothing else shares, here and in the others of its kind."""
     returned: list[Node] = field(default_factory=list)
-    """The same of results of forward, whose storage the caller may share (Note [Overwritten results])."""
+    """Inputs of the same kind that are results of forward, so that the caller may hold them (Note [Overwritten
+    results]).
+    """
 
     @cached_property
     def kind(self) -> Hashable:
@@ -95,7 +97,7 @@ def split(gm: fx.GraphModule, donated: Collection[Node] = (), returned: Collecti
     Args:
         gm: the program's graph.
         donated: placeholders whose storage has no other reader, so that a compiled body may overwrite them.
-        returned: placeholders of which this holds only if the caller of forward has given them up.
+        returned: placeholders of which this holds if the caller of forward has given them up.
 
     Raises:
         CannotSplit: says why the program cannot be split.
@@ -439,10 +441,7 @@ def _find_dying(steps: Sequence[Step], output: Node, donated: Collection[Node], 
             gone = done | {base(m) for n in step.nodes for m in mutates(n)}
             own = (n for n in step.inputs if n in donated or (n.op == "call_function" and not scheduled(n)))
             step.dying = [n for n in own if n not in gone]
-            sizes = {nbytes(n.meta["val"]) for n in step.nodes if fuses(n)}
-            step.returned = [
-                n for n in step.inputs if n in returned and n not in gone and nbytes(n.meta["val"]) in sizes
-            ]
+            step.returned = [n for n in step.inputs if n in returned and n not in gone and _reusable(n, step.nodes)]
         done.update(map(base, reads(step)))
     kinds: dict[Hashable, list[Subgraph]] = {}
     for step in steps:
@@ -454,6 +453,13 @@ def _find_dying(steps: Sequence[Step], output: Node, donated: Collection[Node], 
         for subgraph in alike:
             subgraph.dying = [subgraph.inputs[i] for i in sorted(dying)]
             subgraph.returned = [subgraph.inputs[i] for i in sorted(results)]
+
+
+def _reusable(value: Node, nodes: Sequence[Node]) -> bool:
+    """Returns whether kernels alone read a value, and compute one as large, which a compiler may put in its place."""
+    readers = [n for n in _readers(value) if n in nodes]
+    alike = (n for n in nodes if nbytes(n.meta["val"]) == nbytes(value.meta["val"]))
+    return all(map(fuses, readers)) and any(map(fuses, alike))
 
 
 def _described(node: Node) -> tuple[object, ...]:

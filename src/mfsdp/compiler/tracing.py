@@ -65,6 +65,7 @@ def trace(
     lowering: str = "eager",
     together: int = 1,
     hold: bool = False,
+    cuda_graph: bool = False,
     **sharding: Any,
 ) -> Programs:
     """Returns the forward and backward programs of a model as ``world`` ranks would run them, before any pass.
@@ -81,7 +82,8 @@ def trace(
         lowering: ``"eager"`` keeps operators as autograd wrote them, ``"inductor"`` applies Inductor's decompositions.
         together: microbatches in one program, as with `mfsdp.together`; then the passes are
             ``mfsdp.pipeline.table(interleave=True)``.
-        hold: whether gradients may be added up unreduced, as in `mfsdp.PipelineStage`.
+        hold: whether gradients may be added up unreduced, as in `mfsdp.PipelineStage`, which also holds results.
+        cuda_graph: whether CUDA graphs replay the programs, as with the option of that name.
         **sharding: arguments of `mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
 
     Raises:
@@ -110,7 +112,7 @@ def trace(
     calls = [pytree.tree_map(to_meta, (args, dict(kwargs or {}))) for _ in range(together)]
     called = meta if together == 1 else own_code(each, "together")
     # A function: where Lightning is imported, torch.compile deep-copies its arguments, also objects of bound methods.
-    recorder = _Recorder(name, lowering, together)
+    recorder = _Recorder(name, lowering, together, overwrites_results(lowering, cuda_graph) and not hold)
     run: Any = torch.compile(called, backend=lambda *graph: recorder.compile(*graph), fullgraph=True, dynamic=False)
 
     def traced() -> Programs:
@@ -139,8 +141,9 @@ def trace(
 class _Recorder:
     """Records a graph's programs and runs nothing. torch keeps backends alive: clear `found` to free the programs."""
 
-    def __init__(self, name: str | None, lowering: str, together: int):
+    def __init__(self, name: str | None, lowering: str, together: int, overwrites: bool):
         self.found, self.name, self.lowering, self.together = list[Programs](), name, lowering, together
+        self.overwrites = overwrites
         self.cut = False
         """Whether a graph has been partitioned: later errors are not about regions."""
 
@@ -154,7 +157,7 @@ class _Recorder:
         capture = self.found[0].capture = Capture(inputs, sources(gm), self.name)
         capture.keeps, capture.notes = True, attention_masks.fold_masks(gm, capture.input_names)
         capture.optional_tangents = self.together == 1
-        capture.overwrites_results = overwrites_results(self.lowering)
+        capture.overwrites_results = self.overwrites
         fakes = _on_cpu(gm, inputs)
 
         def keep(graph: fx.GraphModule, phase: Phase) -> None:

@@ -303,10 +303,10 @@ def _part(node: Node, spec: UnitSpec) -> int:
 
 
 def _donated(node: Node) -> bool:
-    """Whether Inductor may overwrite the value: the program's own, or saved by forward (of what forward returns too:
-    large values, which the caller is assumed to have given up); not one that autograd passes in.
+    """Whether Inductor may overwrite the value: the program's own, or saved by forward, results of which the caller is
+    assumed to have given up; not one that autograd passes in.
     """
-    return node.op != "placeholder" or (STORAGE in node.meta and node.meta[STORAGE].donated)
+    return node.op != "placeholder" or (STORAGE in node.meta and node.meta[STORAGE].overwrite != "no")
 
 
 READS = 4

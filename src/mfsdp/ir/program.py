@@ -34,10 +34,8 @@ class Storage(NamedTuple):
     """Values with the same number share it."""
     value: torch.Tensor | None
     """A fake tensor as large as it; ``None`` if the caller owns it."""
-    donated: bool
-    """Whether backward may overwrite it."""
-    returned: bool = False
-    """Whether forward returns it too, and backward may overwrite it only if nothing else holds it."""
+    overwrite: Literal["no", "yes", "if unheld"]
+    """Whether backward may overwrite it; ``"if unheld"``: forward returns it too (Note [Overwritten results])."""
 
 
 T = TypeVar("T")

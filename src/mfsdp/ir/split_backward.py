@@ -80,7 +80,7 @@ def _keep_arguments(first: Program, second: Program) -> None:
         if node.name in names if storage is None else storage.number in numbers:
             node.meta[KEPT] = True
             if storage is not None:
-                node.meta[STORAGE] = storage._replace(donated=False)
+                node.meta[STORAGE] = storage._replace(overwrite="no")
 
 
 def _behind(p: Program, markers: Iterable[Node]) -> set[Node]:
@@ -150,7 +150,8 @@ def _part(p: Program, nodes: Collection[Node], given: Sequence[Node], results: l
     for number, node in enumerate(given, last + 1):
         moved[node] = graph.placeholder(node.name)
         ours = isinstance(node.meta["val"], torch.Tensor) and node not in storages
-        moved[node].meta = {"val": node.meta["val"], STORAGE: Storage(number, node.meta["val"] if ours else None, ours)}
+        storage = Storage(number, node.meta["val"], "yes") if ours else Storage(number, None, "no")
+        moved[node].meta = {"val": node.meta["val"], STORAGE: storage}
     for node in p.nodes:
         if node in nodes and node not in moved and node.op != "output":
             moved[node] = graph.node_copy(node, moved.__getitem__)

@@ -287,7 +287,8 @@ class Explainer:
             self._traces[asked.trace_key] = trace(
                 self.model, self.args, self.kwargs, world=asked.world, mesh_shape=asked.mesh_shape,
                 lowering=asked.options.lowering, together=asked.schedule.together,
-                hold=asked.schedule.schedule is not None, **asked.sharding,
+                hold=asked.schedule.schedule is not None, cuda_graph=asked.options.cuda_graph is not None,
+                **asked.sharding,
             )  # fmt: skip
         return self._traces[asked.trace_key]
 

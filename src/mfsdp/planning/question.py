@@ -68,7 +68,8 @@ class Question:
         """Questions with the same key share a trace."""
         shared = tuple((k, id(v)) for k, v in self.sharding.items())
         piped = self.schedule.schedule is not None
-        return self.world, self.mesh_shape, self.schedule.together, piped, self.options.lowering, shared
+        code = self.options.lowering, self.options.cuda_graph
+        return self.world, self.mesh_shape, self.schedule.together, piped, code, shared
 
 
 def question(
