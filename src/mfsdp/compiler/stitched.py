@@ -311,8 +311,7 @@ def _overwritable(gm: fx.GraphModule) -> tuple[set[Node], set[Node]]:
     saved = Counter(n.meta[STORAGE].number for n in inputs if STORAGE in n.meta)
     own = [n for n in inputs if STORAGE in n.meta and saved[n.meta[STORAGE].number] == 1 and role(n) is None]
     donated = {inputs[i] for i in donated_indices() if i < len(inputs)}
-    results = {n for n in own if n.meta[STORAGE].overwrite == "if unheld"}
-    return donated.intersection(own) - results, results
+    return donated.intersection(own), {n for n in own if n.meta[STORAGE].overwrite == "if unheld"}
 
 
 def donated_indices() -> Sequence[int]:
