@@ -436,6 +436,7 @@ def test_what_is_sharded_already_is_left_alone():
     assert chosen(plain) == ["0", "1"]
 
 
+@pytest.mark.slow
 def test_what_units_may_not_be():
     with pytest.raises(ValueError, match="give a list, units=\\['automatic'\\], or 'auto' for the model's own blocks"):
         mfsdp.fully_shard(llama(), units="automatic")  # type: ignore[arg-type]

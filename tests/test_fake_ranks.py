@@ -112,6 +112,7 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
     assert did["all_reduce"] == (3 if place in ("no_shard", "hsdp") else 0), did
 
 
+@pytest.mark.slow
 def test_a_graph_break_affects_only_calls_of_its_kind(eight, monkeypatch):
     """A step stays two programs where evaluation breaks, before or after the step was compiled."""
     counted = Counted(monkeypatch)

@@ -425,6 +425,7 @@ def test_without_times_copies_are_placed_by_the_lag():
     assert order(programs[0]) == order(programs[1]) and "times by which copies" in said.call_args[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copying", [0.0, 1.0, 3.5, 100.0])
 def test_backward_fetches_as_late_as_it_arrives(copying):
     """One after the other, in the order in which they are needed: none is late, unless all are launched at once."""

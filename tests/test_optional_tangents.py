@@ -171,6 +171,7 @@ def test_which_are_optional(result: Result) -> None:
     assert len(found) == RESULTS[result]
 
 
+@pytest.mark.slow
 def test_the_ledger_counts_none() -> None:
     def peak(result: Result) -> int:
         backward = mfsdp.trace(Net(result), (inputs(),), world=2, units=["layers.*"]).backward
@@ -183,6 +184,7 @@ def test_the_ledger_counts_none() -> None:
     assert peak(scored) == peak(alone)
 
 
+@pytest.mark.slow
 def test_microbatches_in_one_program_are_sorted_without_writes() -> None:
     backward = mfsdp.trace(Net(scored), (inputs(),), world=2, units=["layers.*"], together=2).backward
     assert backward is not None and not any(n.target is ops.add_tangent for n in backward.nodes)
@@ -244,6 +246,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 FAST = (unread, views, transposed, several_results, broadcast_and_cut, parameter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "result",
     [r if r in FAST else pytest.param(r, marks=pytest.mark.exhaustive) for r in RESULTS],
@@ -255,6 +258,7 @@ def test_gradients_of_all_uses(result: Result) -> None:
         pair.compare(use, bits=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("result", [scored, view_between_kernels, between_layers], ids=lambda r: r.__name__)
 def test_one_compiled_backward_serves_all(result: Result, given: list[bool]) -> None:
     with without_inductor():
@@ -280,6 +284,7 @@ def test_split_backward(result: Result) -> None:
         pair.compare(use, bits=True)
 
 
+@pytest.mark.slow
 def test_dynamic_shapes() -> None:
     pair = Pair(unread, "eager", dynamic=True)
     for use in USES.values():

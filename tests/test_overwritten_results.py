@@ -248,6 +248,7 @@ def test_inductor_computes_the_gradient_in_place(monkeypatch: pytest.MonkeyPatch
     assert same == 2 * [True, False, True]
 
 
+@pytest.mark.slow
 def test_the_ledger_counts_them_once() -> None:
     """The peak is that of a model that returns its loss alone, and a note says on what that depends; plans do not."""
 

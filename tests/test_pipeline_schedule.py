@@ -190,6 +190,7 @@ def test_schedules_of_one_stage():
     assert halves["backward input"] + halves["backward weight"] == pytest.approx(whole, rel=0.25)
 
 
+@pytest.mark.slow
 def test_persistent_parameters_are_gathered_once():
     report = mfsdp.explain(
         part(2), (X,), world=2, hardware=PLAIN, microbatches=4, stages=2, schedule="GPipe", strategy=2, suggest=False,

@@ -176,6 +176,7 @@ def test_flat_buffers_of_one_module_count_as_one():
 # defer and bucket
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_so_many_reductions_are_in_flight(lag):
     _, backward = gpt()

@@ -219,6 +219,7 @@ def test_what_follows_pointwise_is_computed_again():
     assert not kept.intersection(erfs) and not kept.intersection(u for n in erfs for u in n.users)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gathered", GATHERED)
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_value_is_there_when_it_is_read_and_nothing_is_read_once_dead(phase, gathered):
@@ -240,6 +241,7 @@ def test_every_value_is_there_when_it_is_read_and_nothing_is_read_once_dead(phas
     assert dead
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_driver_is_the_listing(phase):
     """Law 16, which cannot be broken by a compiler here; a driver that is written wrongly is noticed."""
