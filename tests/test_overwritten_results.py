@@ -12,6 +12,7 @@ import pytest
 import torch
 from functorch.compile import config as functorch_config
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mfsdp
@@ -60,10 +61,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 class Pair:
     """A model and its sharded, compiled copy."""
 
-    def __init__(self, **options: Any):
+    def __init__(self, net: type[nn.Module] = Net, **options: Any):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.plain = Net()
+        self.plain = net()
         self.model = mfsdp.fully_shard(copy.deepcopy(self.plain), units=["layer"], device="cpu")
         self.run = torch.compile(self.model, backend="mfsdp", options={"lowering": "stitched", **options})
 
@@ -160,27 +161,74 @@ def test_saved_tensor_hooks_may_hold_it(asked: list[bool]) -> None:
     assert asked == [False] and all(x.isfinite().all() for x in packed if x.shape[-1] == WORDS)
 
 
-def test_a_mode_that_holds_all_tensors_does_not_look_like_none(asked: list[bool]) -> None:
-    """Not even what is compared with the result."""
+class Dispatched(TorchDispatchMode):
+    """Holds all that operators return, and aliases."""
 
-    class Holding(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[Any] = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = function(*args, **(kwargs or {}))
-            self.seen += [out.detach()] if isinstance(out, torch.Tensor) else []
-            return out
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.seen += [out, out.detach()] if isinstance(out, torch.Tensor) else []
+        return out
+
+
+class Called(TorchFunctionMode):
+    """Holds all that functions return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(function(*args, **(kwargs or {})))
+        return self.seen[-1]
+
+
+@pytest.mark.parametrize("mode", [Dispatched, Called])
+def test_modes_that_hold_all_tensors(mode: Any, asked: list[bool]) -> None:
+    """Neither what a caller holds looks unheld, nor what nobody holds looks held."""
 
     def differentiate(out: list[torch.Tensor]) -> torch.Tensor:
-        with Holding():
+        with mode():
             out[0].backward()
         return out[1]
 
+    def gives_up(out: list[torch.Tensor]) -> None:
+        with mode():
+            given_up(out)
+
     with without_inductor(overwrite=True):
-        Pair().compare(differentiate)
-    assert asked == [False]
+        pair = Pair()
+        pair.compare(differentiate)
+        pair.compare(gives_up)
+    assert asked == [False, True]
+
+
+def test_gradients_in_the_place_of_results_are_not_of_autograds_graph(asked: list[bool]) -> None:
+    """As large as a result: the gradient of the input."""
+
+    class Same(Net):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = x.exp()
+            return super().forward(y)[0] + y.square().sum(), y
+
+    with without_inductor(overwrite=True):
+        pair = Pair(Same)
+        for holds in (False, True):
+            found = []
+            for run in (pair.plain, pair.run):
+                x = inputs().requires_grad_()
+                loss, y = run(x)
+                place = y.data_ptr()
+                if not holds:
+                    del y
+                found += torch.autograd.grad(loss, x)
+            assert found[1].is_leaf and not found[1].requires_grad
+            assert (found[1].data_ptr() == place) != holds
+            torch.testing.assert_close(*found)
+    assert asked == [True, False]
 
 
 def test_memory_that_others_own_too() -> None:

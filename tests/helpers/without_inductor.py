@@ -11,6 +11,7 @@ import torch
 from functorch.compile import config as functorch_config
 
 from mfsdp.compiler import lowering, stitched
+from mfsdp.compiler.layer_match import described
 
 
 @contextmanager
@@ -36,16 +37,22 @@ def _never(*args: Any, **kwargs: Any) -> Any:
 
 
 def _overwriting(graph: torch.fx.GraphModule, example: Any, **kwargs: Any) -> Callable[[list[Any]], Any]:
+    """Its first result is in the place of the last input that it may overwrite and that is like it."""
     run = lowering._kernels(graph, example, **kwargs)
     dying = [i for i, n in enumerate(graph.graph.find_nodes(op="placeholder")) if n.name.startswith("dying")]
 
     def body(args: list[Any]) -> Any:
         gone = [args[i] for i in dying]
-        out = run(args)
+        out = list(run(args))
         kept = {x.untyped_storage()._cdata for x in out if isinstance(x, torch.Tensor)}
+        gone = [x for x in gone if x.untyped_storage()._cdata not in kept and x.is_floating_point()]
         for x in gone:
-            if x.untyped_storage()._cdata not in kept and x.is_floating_point():
-                x.fill_(float("nan"))
+            x.fill_(float("nan"))
+        for i, result in enumerate(out):
+            place = next((x for x in reversed(gone) if described(x) == described(result)), None)
+            if place is not None:
+                out[i] = place.copy_(result)
+                break
         return out
 
     return body

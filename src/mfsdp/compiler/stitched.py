@@ -34,6 +34,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch.fx import Node
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ir import ops
 from ..ir.program import INPUT, STORAGE, is_element, mutates
@@ -84,43 +85,46 @@ class Stitched:
         self.driver, self.bodies, self.dying, self.constants = driver, bodies, dying, constants
         self.graphs = ProgramGraphs(sites or {})
         self._names: dict[str, Any] = {"torch": torch, "Current": execution.current, **constants}
-        self._names |= {"Plain": kernels, "Shown": kernels.SHOWN, "Chosen": self._chosen}
-        self._names |= {name: partial(self._first, name) for name in bodies}
+        self._names |= {"Plain": kernels, "Shown": kernels.SHOWN, "Chosen": partial(_chosen, self._names)}
+        self._names |= {name: partial(_first, self._names, name, body, dying[name]) for name, body in bodies.items()}
         exec(compile(driver, "<mfsdp driver>", "exec"), self._names)
         self._call = self._names["call"]
 
     def __call__(self, args: list[Any]) -> Any:
         return self.graphs.run(self._call, args) if self.graphs.sites else self._call(args)
 
-    def _first(self, name: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs a body for the first time, and ensures that its results own their storages: a compiler may compute one
-        in a part of another (``cat``), or return one twice, and another body may overwrite either. This is a
-        property of the code, so later calls copy the same results.
-        """
-        body, dying = self.bodies[name], self.dying[name]
-        taken = {_address(x) for i, x in enumerate(given) if i not in dying}
-        out = body(given)
-        shared = []
-        for i, result in enumerate(out):
-            if _address(result) in taken - {None}:
-                shared.append(i)
-            taken.add(_address(result))
-        self._names[name] = partial(_apart, body, shared) if shared else body
-        return [x.clone() if i in shared else x for i, x in enumerate(out)]
-
-    def _chosen(self, name: str, given: Sequence[torch.Tensor], places: Sequence[int]) -> Body:
-        """Returns the body that overwrites results of forward, at ``places``, if nothing holds them; but not for its
-        first run while a CUDA graph is recorded: a compiler may then measure its kernels.
-        """
-        body = self._names[name + IN_PLACE]
-        ran = getattr(body, "func", None) != self._first
-        return body if unheld(given, places) and (ran or not is_recording()) else self._names[name]  # type: ignore[no-any-return]
-
     @property
     def source_code(self) -> str:
         """The driver, and the code of each kind of subgraph."""
         parts = [(name, str(getattr(body, "source_code", ""))) for name, body in self.bodies.items()]
         return "\n\n".join([self.driver, *(f"# {name}\n\n{code}" for name, code in parts)])
+
+
+def _first(
+    names: dict[str, Any], name: str, body: Body, dying: Sequence[int], given: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Runs a body for the first time, and ensures that its results own their storages: a compiler may compute one in a
+    part of another (``cat``), or return one twice, and another body may overwrite either. This is a property of the
+    code, so later calls, by what this puts into ``names``, copy the same results.
+    """
+    taken = {_address(x) for i, x in enumerate(given) if i not in dying}
+    out = body(given)
+    shared = []
+    for i, result in enumerate(out):
+        if _address(result) in taken - {None}:
+            shared.append(i)
+        taken.add(_address(result))
+    names[name] = partial(_apart, body, shared) if shared else body
+    return [x.clone() if i in shared else x for i, x in enumerate(out)]
+
+
+def _chosen(names: Mapping[str, Any], name: str, given: list[torch.Tensor], places: Sequence[int]) -> Body:
+    """Returns the body that overwrites results of forward, at ``places``, if nothing holds them; but not for its first
+    run while a CUDA graph is recorded: a compiler may then measure its kernels.
+    """
+    body = names[name + IN_PLACE]
+    ran = getattr(body, "func", None) is not _first
+    return body if unheld(given, places) and (ran or not is_recording()) else names[name]  # type: ignore[no-any-return]
 
 
 def _address(x: torch.Tensor) -> int | None:
@@ -314,7 +318,8 @@ def _overwritable(gm: fx.GraphModule) -> tuple[set[Node], set[Node]]:
     saved = Counter(n.meta[STORAGE].number for n in inputs if STORAGE in n.meta)
     own = [n for n in inputs if STORAGE in n.meta and saved[n.meta[STORAGE].number] == 1 and role(n) is None]
     donated = {inputs[i] for i in donated_indices() if i < len(inputs)}
-    return donated.intersection(own), {n for n in own if n.meta[STORAGE].overwrite == "if unheld"}
+    may = {way: {n for n in own if n.meta[STORAGE].overwrite == way} for way in ("yes", "if unheld")}
+    return donated & may["yes"], may["if unheld"]
 
 
 def donated_indices() -> Sequence[int]:
@@ -323,20 +328,25 @@ def donated_indices() -> Sequence[int]:
     return getattr(metadata, "bw_donated_idxs", None) or ()
 
 
-def unheld(given: Sequence[torch.Tensor], places: Sequence[int]) -> bool:
-    """Returns whether this list alone holds its tensors at some places, their storages, and the memory of these."""
-    return all(_holders(given, i) == _UNHELD for i in places)
+def unheld(given: list[torch.Tensor], places: Sequence[int]) -> bool:
+    """Returns whether a list alone holds tensors at some places, their storages, and the memory of these. It then has
+    them without autograd's record: they are results of a ``Function``, and one may become a gradient.
+
+    Modes of the caller's see and hold none of this. Private in torch (``_disable_current_modes``); tried on 2.11 to
+    2.15.
+    """
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        for i in places:
+            given[i] = given[i].detach()
+        _, _, alone = _holders(torch.empty(1, device="cpu"))
+        return all(_holders(given[i]) == (False, 2, alone) for i in places)
 
 
-def _holders(given: Sequence[torch.Tensor], i: int) -> tuple[int, ...]:
-    """Private in torch (``_use_count``); tried on 2.11 to 2.15."""
-    x, storage = given[i], given[i].untyped_storage()
+def _holders(x: torch.Tensor) -> tuple[bool, int, int]:
+    """Returns whether others own a tensor's memory, and how many hold its storage and the handle of that."""
+    storage = x.untyped_storage()
     foreign = not storage.resizable() or (x.device.type == "cpu" and storage.is_shared())
-    return foreign, x._use_count(), holders(storage), sys.getrefcount(x), sys.getrefcount(storage)  # type: ignore[attr-defined]
-
-
-_UNHELD = _holders([torch.empty(1, device="cpu")], 0)
-"""Taken here, where no mode of a user's holds the tensor."""
+    return foreign, holders(storage), sys.getrefcount(storage)
 
 
 def _body(subgraph: Subgraph, dying: list[int], compile: Compile, kwargs: Mapping[str, Any]) -> Body:
