@@ -50,8 +50,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     found: list[bool] = []
     unheld = stitched.unheld
 
-    def spy(given: Any, places: Any) -> bool:
-        found.append(unheld(given, places))
+    def spy(x: torch.Tensor) -> bool:
+        found.append(unheld(x))
         return found[-1]
 
     monkeypatch.setattr(stitched, "unheld", spy)
@@ -233,9 +233,9 @@ def test_gradients_in_the_place_of_results_are_not_of_autograds_graph(asked: lis
 
 def test_memory_that_others_own_too() -> None:
     array = np.zeros(3, dtype=np.float32)
-    assert stitched.unheld([torch.zeros(3)], [0])
+    assert stitched.unheld(torch.zeros(3))
     for make in (torch.from_numpy, torch.from_dlpack, lambda a: torch.tensor(a).share_memory_()):
-        assert not stitched.unheld([make(array)], [0])
+        assert not stitched.unheld(make(array))
 
 
 def test_no_body_runs_first_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch, asked: list[bool]) -> None:

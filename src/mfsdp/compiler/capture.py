@@ -387,6 +387,7 @@ def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Argument],
 
 
 def _worth_overwriting(node: fx.Node, value: torch.Tensor) -> bool:
+    """Returns whether a saved value is all of a large storage, and no layer reads it."""
     whole = not symbolic(value) and nbytes(value) == nbytes(node.meta["val"])
     return whole and nbytes(value) >= MIN_OVERWRITTEN and not any(LAYER in reader.meta for reader in node.users)
 

@@ -56,7 +56,6 @@ RETURNED = "mfsdp_returned"
 ``None``: all results.
 """
 
-
 IN_PLACE = "InPlace"
 """Ends the names of bodies that overwrite results of forward."""
 
@@ -121,10 +120,17 @@ def _first(
 def _chosen(names: Mapping[str, Any], name: str, given: list[torch.Tensor], places: Sequence[int]) -> Body:
     """Returns the body that overwrites results of forward, at ``places``, if nothing holds them; but not for its first
     run while a CUDA graph is recorded: a compiler may then measure its kernels.
+
+    Takes the results off autograd's graph, whose outputs they are: one may become a gradient. Modes of the caller's see
+    and hold none of this. Private in torch (``_disable_current_modes``); tried on 2.11 to 2.15.
     """
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        for i in places:
+            given[i] = given[i].detach()
+        free = all(unheld(given[i]) for i in places)
     body = names[name + IN_PLACE]
     ran = getattr(body, "func", None) is not _first
-    return body if unheld(given, places) and (ran or not is_recording()) else names[name]  # type: ignore[no-any-return]
+    return body if free and (ran or not is_recording()) else names[name]  # type: ignore[no-any-return]
 
 
 def _address(x: torch.Tensor) -> int | None:
@@ -328,18 +334,9 @@ def donated_indices() -> Sequence[int]:
     return getattr(metadata, "bw_donated_idxs", None) or ()
 
 
-def unheld(given: list[torch.Tensor], places: Sequence[int]) -> bool:
-    """Returns whether a list alone holds tensors at some places, their storages, and the memory of these. It then has
-    them without autograd's record: they are results of a ``Function``, and one may become a gradient.
-
-    Modes of the caller's see and hold none of this. Private in torch (``_disable_current_modes``); tried on 2.11 to
-    2.15.
-    """
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        for i in places:
-            given[i] = given[i].detach()
-        _, _, alone = _holders(torch.empty(1, device="cpu"))
-        return all(_holders(given[i]) == (False, 2, alone) for i in places)
+def unheld(x: torch.Tensor) -> bool:
+    """Returns whether a tensor alone holds its storage, and this its memory."""
+    return _holders(x) == (False, 2, _holders(torch.empty(1, device="cpu"))[2])
 
 
 def _holders(x: torch.Tensor) -> tuple[bool, int, int]:
