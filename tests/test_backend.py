@@ -17,6 +17,7 @@ import torch.distributed as dist
 from functorch.compile import config as functorch_config
 from torch import nn
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor import config as inductor_config
 
 import mfsdp
 from mfsdp import pipeline
@@ -142,6 +143,12 @@ def test_a_memory_budget_for_a_region_is_refused():
 
     with pytest.raises(ValueError, match="budget of 0.3.*torch.utils.checkpoint"):
         torch.compile(mfsdp.fully_shard(Thrifty()), backend="mfsdp", options=EAGER)(torch.randn(2, 24))
+
+
+def test_async_tensor_parallelism_of_inductor_is_said_to_do_nothing():
+    lowering._told_of_async_tp.cache_clear()
+    with inductor_config.patch(_micro_pipeline_tp=True), pytest.warns(UserWarning, match="together and mfsdp.overl"):
+        mfsdp.trace(MLP(), (torch.randn(2, 24),), lowering="inductor")
 
 
 @pytest.mark.slow

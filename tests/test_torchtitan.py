@@ -232,7 +232,8 @@ CONFIGS = {
     "training": {"enable_cpu_offload": False},
     "parallelism": {"spmd_backend": "partial_dtensor", "enable_fsdp_symm_mem": False,
                     "enable_sequence_parallel": False, "fsdp_reshard_after_forward": "default"},
-    "compile_config": {"enable": True, "components": ["model"], "backend": "inductor"},
+    "compile_config": {"enable": True, "components": ["model"], "backend": "inductor",
+                       "enable_async_tensor_parallel": True},  # which does nothing without tensor parallelism
 }  # fmt: skip
 
 
@@ -242,6 +243,7 @@ CONFIGS = {
         ("dims", {"cp_enabled": True, "pp_enabled": True}, NotImplementedError, "context.*and pipeline parallelism"),
         ("dims", {"ep_enabled": True, "dp_replicate_enabled": True}, NotImplementedError, "beside replicas"),
         ("dims", {"ep_enabled": True, "tp_enabled": True}, NotImplementedError, "without enable_sequence_parallel"),
+        ("dims", {"tp_enabled": True}, NotImplementedError, "with enable_async_tensor_parallel has not been tried"),
         ("parallelism", {"spmd_backend": "spmd_types"}, NotImplementedError, "use spmd_backend='partial_dtensor'"),
         ("training", {"enable_cpu_offload": True}, NotImplementedError, "enable_cpu_offload has not been tried"),
         ("parallelism", {"fsdp_reshard_after_forward": "often"}, ValueError, "default, always or never"),

@@ -52,7 +52,7 @@ def parallelize(
             ``"partial_dtensor"``, CPU offload; the message names it.
         ValueError: an unknown compile backend or reshard policy; errors of `mfsdp.fully_shard`.
     """
-    _tried(parallel_dims, training, parallelism)
+    _tried(parallel_dims, training, parallelism, compile_config)
     reshard = _reshards(parallelism.fsdp_reshard_after_forward)
     lowering = _lowering(compile_config)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
@@ -96,7 +96,7 @@ def _shard_experts(model: nn.Module, sharding: Mapping[str, Any]) -> None:
             fully_shard(layer.moe.routed_experts.inner_experts, **sharding)
 
 
-def _tried(parallel_dims: Any, training: Any, parallelism: Any) -> None:
+def _tried(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:
     """Refuses settings that have not been tried. Without sequence parallelism, torchtitan's plan for experts beside
     tensor parallelism makes sequence-sharded tensors partial, which DTensor refuses.
     """
@@ -109,6 +109,7 @@ def _tried(parallel_dims: Any, training: Any, parallelism: Any) -> None:
         f"spmd_backend={parallelism.spmd_backend!r}": parallelism.spmd_backend != "partial_dtensor",
         "enable_cpu_offload": training.enable_cpu_offload,
         "enable_fsdp_symm_mem": parallelism.enable_fsdp_symm_mem,
+        "enable_async_tensor_parallel": compile_config.enable_async_tensor_parallel and parallel_dims.tp_enabled,
     }
     found = [name for name, on in asked.items() if on]
     if found:
