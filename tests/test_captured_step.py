@@ -353,7 +353,7 @@ def test_each_part_of_the_state_is_needed(four, monkeypatch, parts):
 
 
 @pytest.mark.slow
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     strategy=st.sampled_from(["optim_grads_params", "optim_grads", "no_shard"]),
     muon=st.booleans(),

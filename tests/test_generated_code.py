@@ -18,6 +18,7 @@ from mfsdp.runtime import groups
 from tests.helpers.generated_code import launches, of_code, of_listing, uncommented
 from tests.helpers.models import GPT, Block
 from tests.helpers.ranks import Ranks
+from tests.helpers.without_inductor import without_kernels
 
 pytestmark = [pytest.mark.dist, pytest.mark.inductor]
 
@@ -35,7 +36,7 @@ def generated() -> list[str]:
 
 @pytest.fixture(scope="module")
 def code() -> list[str]:
-    with mfsdp.fake_ranks(2):
+    with mfsdp.fake_ranks(2), without_kernels():
         return generated()
 
 

@@ -40,6 +40,7 @@ from tests.helpers.models import GPT, Block
 from tests.helpers.parity import compiled
 from tests.helpers.ranks import here
 from tests.helpers.toys import offloaded
+from tests.helpers.without_inductor import without_kernels
 
 LAYERS, LENGTH, BATCH = 3, 32, 4
 FIRST = ("blocks.0", "blocks.1")
@@ -199,7 +200,8 @@ def test_a_compiler_does_not_write_over_the_host():
             seen.append((len(donated), sum(there[i] for i in donated)))  # type: ignore[arg-type, union-attr]
         return real(graph, example, **kwargs)
 
-    with mock.patch.object(lowering, "compile_fx_inner", spy), functorch_config.patch(enable_autograd_cache=False):
+    spied = mock.patch.object(lowering, "compile_fx_inner", spy)
+    with spied, functorch_config.patch(enable_autograd_cache=False), without_kernels():
         _, (there,) = bits("gpt", "whole", (plain,), *FIRST[:1], layers=1)
     assert there > BLOCK / 2
     ((donated, host_too),) = seen

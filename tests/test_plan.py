@@ -358,7 +358,7 @@ def every(found: Space, ends: bool) -> list[Setting]:
 @pytest.mark.parametrize(
     ("name", "budgets", "ends"),
     [
-        ("unlike", (0, 4, 12, 24), True),
+        ("unlike", (4, 24), True),
         pytest.param("gpt", range(41), False, marks=pytest.mark.exhaustive),
         pytest.param("unlike", range(41), False, marks=pytest.mark.exhaustive),
     ],
@@ -405,14 +405,14 @@ def planned() -> mfsdp.Plan:
 @pytest.mark.slow
 def test_layers_that_backward_does_not_come_to_are_left_as_they_are():
     """Frozen, with nothing that trains in front of them."""
-    model, ids = light(6)
-    for part in (model.tokens, model.places, *model.blocks[:3]):
+    model, ids = light(4)
+    for part in (model.tokens, model.places, *model.blocks[:2]):
         part.requires_grad_(False)
     given = {"world": 8, "units": [Gated], "hardware": SLOW, "options": {"lowering": "eager"}}
     how = {"allow": ("recompute",), "curve": False}
     top = mfsdp.plan(model, (ids,), memory=2**40, **how, **given)
     plan = mfsdp.plan(model, (ids,), memory=(top.floor + top.peak) // 2, **how, **given)
-    assert {path for choice in plan.choices for path in choice.layers} == {f"blocks.{i}" for i in range(3, 6)}
+    assert {path for choice in plan.choices for path in choice.layers} == {f"blocks.{i}" for i in range(2, 4)}
     told = mfsdp.explain(model, (ids,), plan=plan, suggest=False, **given)
     assert plan.step > top.step and f"{told.step:.12f}" == f"{plan.step:.12f}" and told.peak == plan.peak
 

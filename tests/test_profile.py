@@ -20,9 +20,15 @@ from mfsdp.runtime.program_info import Outline, Outlined
 from tests.helpers.models import GPT, MLP, Block
 from tests.helpers.parity import compiled
 from tests.helpers.ranks import collectives_told
+from tests.helpers.without_inductor import without_kernels
 
 
 def profiled(lowering: str, folder: str = "") -> dict[str, Any]:
+    with without_kernels():
+        return _profiled(lowering, folder)
+
+
+def _profiled(lowering: str, folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     model = mfsdp.fully_shard(GPT(width=64, layers=1), units=[Block])

@@ -254,7 +254,7 @@ def test_late_collectives_change_no_bit(monkeypatch, way, place, device):
     ("place", "way"),
     [
         ("optim", "accumulated"),
-        ("hsdp", "accumulated"),
+        pytest.param("hsdp", "accumulated", marks=pytest.mark.exhaustive),
         ("hfsdp", "far ahead, far behind"),
         pytest.param("kept", "far ahead, far behind", marks=pytest.mark.exhaustive),
         pytest.param("hfsdp of optim_grads", "accumulated", marks=pytest.mark.exhaustive),

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from functorch.compile import config as functorch_config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
 
 from mfsdp.compiler import lowering, stitched
 from mfsdp.compiler.layer_match import described
@@ -56,3 +58,22 @@ def _overwriting(graph: torch.fx.GraphModule, example: Any, **kwargs: Any) -> Ca
         return out
 
     return body
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inductor's code, whose C++ kernels are not compiled, which takes most of the time, and do nothing: for tests that
+    look at no values.
+    """
+
+    def nothing(self: AsyncCompile, argtypes: list[str], source: str) -> Callable[..., None]:
+        return lambda *args: None
+
+    real = AsyncCompile.cpp_pybinding
+    PyCodeCache.cache_clear()
+    AsyncCompile.cpp_pybinding = nothing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding = real  # type: ignore[method-assign]
+        PyCodeCache.cache_clear()  # of modules without kernels
