@@ -119,20 +119,20 @@ def test_a_graph_break_affects_only_calls_of_its_kind(eight, monkeypatch):
     model, other, broken = (with_norm(norm) for norm in (BrokenInEvaluation, nn.LayerNorm, Broken))
     for trains_first in (True, False):
         torch._dynamo.reset()
-        assert not trains_first or ran(model, counted) == (2, 3)
+        assert not trains_first or ran(model, counted) == (2, 2)
         programs, _ = ran(model.eval(), counted)
         assert programs > 1, "it did not break"
-        assert ran(model.train(), counted) == ran(other, counted) == (2, 3)
+        assert ran(model.train(), counted) == ran(other, counted) == (2, 2)
     programs, accumulated = ran(broken, counted)
-    assert programs > 2 and accumulated == 2
+    assert programs > 2 and accumulated == 1
     _, accumulated = ran(other, counted)
-    assert accumulated == 2, "a break affects other models of the class no more: docs/guides/compile.md says it does"
+    assert accumulated == 1, "a break affects other models of the class no more: docs/guides/compile.md says it does"
     torch._dynamo.reset()
-    assert ran(other, counted) == (2, 3)
+    assert ran(other, counted) == (2, 2)
 
 
 def with_norm(norm: type[nn.Module]) -> nn.Module:
-    model = GPT(tied=False, width=24)
+    model = GPT(tied=False, width=24, layers=1)
     model.norm = norm(24)
     return mfsdp.fully_shard(model, units=[Block])
 
