@@ -6,6 +6,8 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Iterable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -149,14 +151,22 @@ def test_one_collective_per_unit_none_per_parameter(two_ranks, lowering):
         assert calls["scatter"] == units and calls.get("all_reduce", 0) == 1 + asked, calls
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("kind", ["adamw", "adam", "adagrad", "rmsprop", "sgd", "momentum"])
+@pytest.mark.parametrize(
+    ("kind", "foreach"),
+    [
+        *product(["adamw", "adam", "adagrad", "rmsprop", "sgd", "momentum"], [False, True]),
+        ("fused_adamw", True),
+        ("fused_adam", True),
+    ],
+)
 def test_what_an_optimizer_holds_during_its_step(kind, foreach):
     """On all tensors at once, as on CUDA, or on one after another, as on the CPU: by the allocator's events."""
     model = mfsdp.fully_shard(GPT(width=192, layers=2, tied=False), units=[Block])
-    make = {"adamw": "AdamW", "adam": "Adam", "adagrad": "Adagrad", "rmsprop": "RMSprop"}.get(kind, "SGD")
-    more = {"momentum": 0.9} if kind == "momentum" else {}
-    optimizer = getattr(torch.optim, make)(model.parameters(), foreach=foreach, **more)
+    name = kind.removeprefix("fused_")
+    make = {"adamw": "AdamW", "adam": "Adam", "adagrad": "Adagrad", "rmsprop": "RMSprop"}.get(name, "SGD")
+    more: dict[str, Any] = {"fused": True} if name != kind else {"foreach": foreach}
+    more |= {"momentum": 0.9} if kind == "momentum" else {}
+    optimizer = getattr(torch.optim, make)(model.parameters(), **more)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()

@@ -335,7 +335,8 @@ def explained(row: Row) -> dict[str, Any]:
     for name, stepping in (("mfsdp", "whole"), ("mfsdp-optimizer", "flat")):
         report = mfsdp.explain(
             model, kwargs={"input_ids": ids, "labels": ids}, world=row.world, hardware=machine, suggest=False,
-            stepping=stepping, options={"lowering": row.lowering, **row.options}, **_sharding(row),
+            optimizer="fused_adamw" if machine.cuda else "adamw", stepping=stepping,
+            options={"lowering": row.lowering, **row.options}, **_sharding(row),
         )  # fmt: skip
         found[name] = {"ms": 1e3 * report.step, "peak": report.peak}
     return {"explained": found}

@@ -20,9 +20,11 @@ from ..optim.parameter_ranges import TOGETHER
 from . import fusion, whole_matrices
 
 OPTIMIZER_STATES = {
-    "adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "muon": 1, "none": 0,
+    "adamw": 2, "adam": 2, "fused_adamw": 2, "fused_adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1,
+    "rmsprop": 1, "muon": 1, "none": 0,
 }  # fmt: skip
-"""State tensors per parameter, in the dtype of the main weights. ``muon``: `torch.optim.Muon` of the layers' matrices
+"""State tensors per parameter, in the dtype of the main weights. ``fused_adamw`` and ``fused_adam``: torch's with
+``fused=True``, whose kernels need no temporaries. ``muon``: `torch.optim.Muon` of the layers' matrices
 beside AdamW of the rest, which has another one (`whole_matrices.stepped`); both by `fully_shard_optimizer`."""
 
 TEMPORARIES = {"adamw": (1, 2), "adam": (1, 2), "adagrad": (2, 1), "rmsprop": (1, 1)}
