@@ -70,13 +70,19 @@ def samples_of(info: Any, most: int) -> Iterator[tuple[torch.Tensor, Any]]:
             yield first, (s.input, s.args, s.kwargs)
 
 
-def database(samples: int) -> dict[str, Any]:
-    """What is wrong, for each operator, and which were right and refused."""
+RIGHT = {"add", "bernoulli", "any", "max.reduction_no_dim", "sum"}
+REFUSED = {"sort", "cumsum", "max.reduction_with_dim", "nn.functional.linear"}
+
+
+def database(samples: int, every: int) -> dict[str, Any]:
+    """What is wrong, for those named above and one in ``every`` of all, and which were right and refused."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     wrong: dict[str, str] = {}
     right, refused = set(), set()
-    for info in op_db:
+    for i, info in enumerate(op_db):
+        if i % every and info.full_name not in RIGHT | REFUSED:
+            continue
         if "empty" in info.name or torch.float32 not in info.dtypes:  # nobody knows what is in empty ones
             continue
         for first, (value, args, kwargs) in islice(samples_of(info, samples), samples):
@@ -100,13 +106,12 @@ def database(samples: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [3, pytest.param(6, marks=pytest.mark.exhaustive)])
-def test_every_operator_is_right_or_refused_on_all_ranks(two_ranks, samples):
+@pytest.mark.parametrize(("samples", "every"), [(3, 3), pytest.param(6, 1, marks=pytest.mark.exhaustive)])
+def test_operators_are_right_or_refused_on_all_ranks(two_ranks, samples, every):
     """An operator that ranks do not refuse alike would end as an error of ranks that have gone apart."""
-    for told in two_ranks.run(database, samples, timeout=600):
-        assert not told["wrong"]
-        assert {"add", "bernoulli", "any", "max.reduction_no_dim", "sum"} <= set(told["right"])
-        assert {"sort", "cumsum", "max.reduction_with_dim", "nn.functional.linear"} <= set(told["refused"])
+    for told in two_ranks.run(database, samples, every, timeout=600):
+        assert not told["wrong"] and len(told["right"]) + len(told["refused"]) > 500 / every
+        assert set(told["right"]) >= RIGHT and set(told["refused"]) >= REFUSED
 
 
 def rows_and_bits() -> list[str]:
