@@ -146,7 +146,6 @@ def test_a_memory_budget_for_a_region_is_refused():
 
 
 def test_async_tensor_parallelism_of_inductor_is_said_to_do_nothing():
-    lowering._told_of_async_tp.cache_clear()
     with inductor_config.patch(_micro_pipeline_tp=True), pytest.warns(UserWarning, match="together and mfsdp.overl"):
         mfsdp.trace(MLP(), (torch.randn(2, 24),), lowering="inductor")
 

@@ -10,7 +10,6 @@ listing's order: the reference for the other lowerings, bitwise equal to eager P
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,8 +106,7 @@ def inductor(
         compile: takes a finished program, as ``compile_fx_inner`` does.
     """
     gm.meta.pop("cudagraph_annotation", None)  # of torch._dynamo.override_cudagraphs; it overrides the configuration
-    if getattr(inductor_config, "_micro_pipeline_tp", False):
-        _told_of_async_tp()
+    _tell_of_async_tp()
 
     def inner(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Run:
         phase: Phase = (
@@ -125,16 +123,17 @@ def inductor(
         )
 
 
-@functools.cache
-def _told_of_async_tp() -> None:
-    """Warns, once, that Inductor's asynchronous tensor parallelism finds nothing in our graphs: `passes.collective`
-    has replaced the collectives that it would fuse with products.
+def _tell_of_async_tp() -> None:
+    """Warns that Inductor's asynchronous tensor parallelism finds nothing in our graphs: `passes.collective` has
+    replaced the collectives that it would fuse with products. Private in torch (``_micro_pipeline_tp``); tried on 2.11
+    to 2.15.
     """
-    warnings.warn(
-        "mfsdp: torch._inductor.config._micro_pipeline_tp (async tensor parallelism) changes nothing in a graph whose "
-        "collectives mfsdp schedules. mfsdp.together and mfsdp.overlapped hide those of tensor parallelism.",
-        stacklevel=2,
-    )
+    if inductor_config._micro_pipeline_tp:
+        warnings.warn(
+            "mfsdp: torch._inductor.config._micro_pipeline_tp (async tensor parallelism) changes nothing in a graph "
+            "whose collectives mfsdp schedules. mfsdp.together and mfsdp.overlapped hide those of tensor parallelism.",
+            stacklevel=2,
+        )
 
 
 def eager(
