@@ -326,9 +326,10 @@ def kernels(step: Callable[[], Any], count: int) -> list[tuple[float, int, str]]
 def explained(row: Row) -> dict[str, Any]:
     """What `mfsdp.explain` tells, by contender."""
     import mfsdp
+    from mfsdp.config.hardware import hardware
     from mfsdp.cost_model.machine import this_machine
 
-    machine = row.hardware or this_machine() or mfsdp.measure()
+    machine = hardware(row.hardware or this_machine() or mfsdp.measure())
     model = build(row, "meta")
     ids = torch.zeros(row.batch, row.seq, dtype=torch.long, device="meta")
     found = {}
