@@ -23,12 +23,8 @@ from tests.helpers.ranks import collectives_told
 from tests.helpers.without_inductor import without_kernels
 
 
+@without_kernels()
 def profiled(lowering: str, folder: str = "") -> dict[str, Any]:
-    with without_kernels():
-        return _profiled(lowering, folder)
-
-
-def _profiled(lowering: str, folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     model = mfsdp.fully_shard(GPT(width=64, layers=1), units=[Block])

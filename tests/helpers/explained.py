@@ -73,13 +73,9 @@ def sharding_of(name: str, strategy: int, plan: mfsdp.Plan | None = None) -> dic
     return given | ({"reshard_after_forward": False} if name == "gathered" else {})
 
 
+@without_kernels()
 def held(name: str, lowering: str, strategy: int, plan: mfsdp.Plan | None = None) -> int:
-    """The most bytes that a rank has held in its third step. No kernel of Inductor is compiled."""
-    with without_kernels():
-        return _held(name, lowering, strategy, plan)
-
-
-def _held(name: str, lowering: str, strategy: int, plan: mfsdp.Plan | None) -> int:
+    """The most bytes that a rank has held in its third step."""
     torch.manual_seed(0)
     gc.collect()
     model, ids, _ = built(name)

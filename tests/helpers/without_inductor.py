@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from functorch.compile import config as functorch_config
@@ -65,15 +66,8 @@ def without_kernels() -> Iterator[None]:
     """Inductor's code, whose C++ kernels are not compiled, which takes most of the time, and do nothing: for tests that
     look at no values.
     """
-
-    def nothing(self: AsyncCompile, argtypes: list[str], source: str) -> Callable[..., None]:
-        return lambda *args: None
-
-    real = AsyncCompile.cpp_pybinding
-    PyCodeCache.cache_clear()
-    AsyncCompile.cpp_pybinding = nothing  # type: ignore[method-assign]
     try:
-        yield
+        with mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *kernel: lambda *args: None):
+            yield
     finally:
-        AsyncCompile.cpp_pybinding = real  # type: ignore[method-assign]
         PyCodeCache.cache_clear()  # of modules without kernels
